@@ -1,6 +1,7 @@
 r"""The memory that ``coupler plan --memory`` foresees, next to what is then measured.
 
     python benchmarks/memory_plan.py 1.5b engine.gradient_checkpointing=false
+    python benchmarks/memory_plan.py 1.5b engine.recompute_num_layers=14
     python benchmarks/memory_plan.py 7b --gpus 4 --micro-batches 2
     python benchmarks/memory_plan.py 7b --gpus 2 --engine megatron \
         engine.tensor_parallel=2

@@ -162,7 +162,7 @@ def exchange(engine: Any, config: Any, tokens: int) -> float:
         )
         timed(lambda p=parts: swap(p, peers.group))
         total += statistics.median(timed(lambda p=parts: swap(p, peers.group)) for _ in range(5))
-    passes = 3 if engine.config.gradient_checkpointing else 2
+    passes = 3 if engine.config.recomputed is None else 2
     return passes * config.num_hidden_layers * total
 
 

@@ -415,6 +415,11 @@ def test_layers_recompute_where_little_is_known(folder: Path) -> None:
     found, memory = layers_of(folder, 500, rollout=ToyRolloutConfig())
     assert found == {"policy": 8}
     assert "policy: 8 of 8 layers recompute, since what is unknown may need" in render(memory)
+    found, memory = layers_of(
+        folder, 20, "executor=ray", "ray.placement=disjoint", rollout=ToyRolloutConfig()
+    )
+    assert found == {"policy": 8}
+    assert "policy: 8 of 8 layers recompute, since fewer do not fit into" in render(memory)
     found, memory = layers_of(folder, 500, "ray.devices=cpu")
     assert found == {"policy": 8}
     assert "policy: 8 of 8 layers recompute, since the memory of a GPU is not" in render(memory)

@@ -25,6 +25,7 @@ Folder = Callable[[str], Path]
 CASES = {
     "sharded": ("qwen2", {}),
     "tied": ("qwen3", {"gradient_checkpointing": True}),
+    "some-layers": ("qwen3", {"gradient_checkpointing": True, "recompute_num_layers": 1}),
     "kept-gathered": ("llama", {"reshard_after_forward": False, "sync_every_micro_batch": False}),
     "hybrid": ("qwen2", {"fsdp_size": 2}),
     "replicated": ("qwen3", {"fsdp_size": 1}),

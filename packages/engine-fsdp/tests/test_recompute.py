@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,10 @@ from coupler.batch import Batch
 from coupler.config.compose import compose
 from coupler.config.schema import Job
 from coupler.engine_kit.memory_plan import GIB, Asked, Needs, Phase, Recomputed, total
-from coupler.errors import CouplerError
+from coupler.errors import ConfigError, CouplerError
 from coupler.interfaces import Head, Model, Output, Rank
-from coupler.jobs import build
-from coupler.jobs.build import Builder
 from coupler.plugins.manager import Plugins
-from coupler.run import memory_plan
-from coupler.run.memory_plan import ROOM, plan_memory
-from coupler.run.memory_text import render
-from coupler.run.plan import make_plan
-from coupler.system.reads import original
+from coupler.run.memory_plan import ROOM
 from coupler.testing.memory import (
     LARGE,
     LENGTH,
@@ -39,6 +33,7 @@ from coupler.testing.memory import (
     peak_bytes,
     surprise,
 )
+from coupler.testing.subject import configured
 from coupler_engine_fsdp import model as models
 from coupler_engine_fsdp.config import FSDPConfig, Recompute
 from coupler_engine_fsdp.engine import FSDPEngine
@@ -193,7 +188,19 @@ def test_layers_that_do_not_choose_recompute_all_or_none(
         make_engine(folder, **first(2))
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_values_of_python_are_those_of_the_option(value: bool) -> None:
+    found = configured(FSDPConfig, {"gradient_checkpointing": value})
+    assert found == FSDPConfig(gradient_checkpointing=str(value).lower())
+    assert found.recomputed == (None if value else 0)
+
+
 def test_mistakes(folder: Path) -> None:
+    wrong = ["engine=fsdp", "rollout=toy", "algorithm=toy", "engine.gradient_checkpointing=12"]
+    with pytest.raises(ValueError, match="'some' is not a valid Recompute"):
+        FSDPConfig(gradient_checkpointing="some")
+    with pytest.raises(ConfigError, match=r"checkpointing takes true, false or auto \(.*, got 12"):
+        compose(Plugins.load(), wrong, job=Job.TRAIN)
     with pytest.raises(ValueError, match="recompute_num_layers must not be negative"):
         FSDPConfig(recompute_num_layers=-1)
     with pytest.raises(ValueError, match=r"needs engine\.gradient_checkpointing=true"):
@@ -232,10 +239,10 @@ def test_auto_trains_the_largest_batch_that_fits(tmp_path: Path) -> None:
     def train(config: FSDPConfig) -> None:
         engine = FSDPEngine(config, Model(str(tmp_path)))
         engine.setup(Rank())
-        for _ in range(3):
-            engine.forward_backward(batch, LOGPROBS, surprise, info(batch))
-            assert engine.step().applied
-        engine.close()
+        with closing(engine):
+            for _ in range(3):
+                engine.forward_backward(batch, LOGPROBS, surprise, info(batch))
+                assert engine.step().applied
 
     torch.cuda.empty_cache()
     memory = torch.cuda.get_device_properties(0).total_memory
@@ -247,41 +254,3 @@ def test_auto_trains_the_largest_batch_that_fits(tmp_path: Path) -> None:
             train(FSDPConfig(**first(0)))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def test_a_run_gives_engines_the_number(
-    folder_of: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run on a GPU that is made up: its plan needs no device."""
-    AutoConfig.for_model(**LARGE["1.5b"]).save_pretrained(tmp_path)
-    overrides = [
-        "engine=fsdp", "algorithm=sft", "data.source=x.jsonl", f"model.path={tmp_path}",
-        "engine.gradient_checkpointing=auto",
-    ]  # fmt: skip
-    plugins = Plugins.load()
-    composed = compose(plugins, overrides, job=Job.SFT)
-    plan = make_plan(composed.config, None, plugins, job=Job.SFT)
-
-    def settled(gib: float) -> FSDPConfig:
-        monkeypatch.setattr(memory_plan, "device_bytes", lambda: int(gib * GIB))
-        builder = Builder(composed, plugins)
-        builder.settle_recompute(plan)
-        config = builder.engine("policy", trains=True).spec.engine_config
-        assert builder.config.engine.recompute_num_layers == config.recompute_num_layers
-        return original(config)
-
-    assert settled(80).gradient_checkpointing == Recompute.AUTO, "no GPU"
-    for module in (memory_plan, build):
-        monkeypatch.setattr(module, "gpu_is_visible", lambda: True)
-    assert settled(141).recomputed == 0
-    assert 0 < (settled(60).recomputed or 0) < 28
-    assert (
-        settled(24)
-        == settled(0)
-        == replace(settled(24), gradient_checkpointing=Recompute.TRUE, recompute_num_layers=0)
-    )
-    text = render(plan_memory(composed.config, plan, 60))
-    assert "of 28 layers recompute, the fewest whose training fits into 51.0 GiB, 85%" in text
-    assert "28 of 28 layers recompute, since fewer do not" in render(
-        plan_memory(composed.config, plan, 24)
-    )

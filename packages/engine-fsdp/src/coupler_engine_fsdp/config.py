@@ -59,12 +59,20 @@ class Recipe(StrEnum):
     TENSORWISE = "tensorwise"
 
 
+CHECKPOINTING = "true, false or auto (a number of layers is recompute_num_layers)"
+
+
 class Recompute(StrEnum):
     """Says whether layers compute their activations again in the backward pass."""
 
     TRUE = "true"
     FALSE = "false"
     AUTO = "auto"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Recompute | None:
+        """Take Python's own True and False, too."""
+        return cls(str(value).lower()) if isinstance(value, bool) else None
 
 
 @dataclass
@@ -118,7 +126,9 @@ class FSDPConfig(LoRAConfig):
     """Reduce gradients after each micro-batch. false reduces them once a step and holds
     them whole meanwhile.
     """
-    gradient_checkpointing: Recompute = field(default=Recompute.TRUE, metadata=NO_EFFECT)
+    gradient_checkpointing: Recompute = field(
+        default=Recompute.TRUE, metadata={**NO_EFFECT, "takes": CHECKPOINTING}
+    )
     """Recompute the activations of each layer in the backward pass: true or false. auto
     takes the fewest layers with which training fits on its GPU by the estimate of
     coupler plan --memory, and all layers where there is none.
@@ -196,8 +206,7 @@ class FSDPConfig(LoRAConfig):
         for key in ("fsdp_size", "logits_tile", "recompute_num_layers"):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
 
-        # Python's own True and False are taken, too.
-        self.gradient_checkpointing = Recompute(str(self.gradient_checkpointing).lower())
+        self.gradient_checkpointing = Recompute(self.gradient_checkpointing)
         self._require(
             self.gradient_checkpointing == Recompute.TRUE or not self.recompute_num_layers,
             "recompute_num_layers",

@@ -92,8 +92,15 @@ class Builder:
         It comes before engines are made, so that all ranks do the same. Without a GPU
         engines take all layers.
         """
-        if not gpu_is_visible() or not any(map(leaves_recompute, self.trained_engines.values())):
+        engines = self.trained_engines
+        leaving = [role for role, engine in engines.items() if leaves_recompute(engine)]
+        if not leaving:
             return
+        if not gpu_is_visible():
+            who = " and ".join(leaving)
+            log.info(f"{who}: all layers recompute, since the controller sees no GPU", extra=PLAIN)
+            return
+
         memory = plan_memory(self.config, plan)
         for line in render_recomputed(memory):
             log.info(line, extra=PLAIN)

@@ -79,6 +79,7 @@ def _engines(
     builder: Builder, plan: Plan, critic: Model | None
 ) -> tuple[EngineGroup, EngineGroup | None, EngineGroup | None]:
     """Make the engines of policy, reference and critic, as far as they are needed."""
+    builder.settle_recompute(plan)
     refers = REFERENCE in builder.algorithm.needs and not plan.own_reference
 
     return (
@@ -187,7 +188,6 @@ async def _trained(
 
     plan = make_plan(config, len(prompts), builder.plugins, algorithm.needs)
     speed = _announce(plan, config, Path(builder.model.path))
-    builder.settle_recompute(plan)
     import_classes(builder, Job.TRAIN)
     pool.start()
     with session.recording(data, found, plan) as journal:

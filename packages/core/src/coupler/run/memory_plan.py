@@ -146,6 +146,14 @@ class MemoryPlan:
     moved_bytes: int = 0
     recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
 
+    def beside(self, role: str) -> tuple[str, ...]:
+        """Return the roles that share devices with a role, and the role itself."""
+        return next(device.roles for device in self.devices if role in device.roles)
+
+    def is_unknown(self, role: str) -> bool:
+        """Tell whether a part of a role's memory is in no number."""
+        return any(text.startswith(f"{role}: ") for text in self.unknown)
+
 
 def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryPlan:
     """Ask every backend, and add up.

@@ -46,7 +46,7 @@ def render_recomputed(plan: MemoryPlan) -> Iterator[str]:
             yield f"{role}: {some} recompute, the fewest whose training fits into {room}"
         elif not plan.gpu or not plan.device_bytes:
             yield f"{role}: {some} recompute, since the memory of a GPU is not known"
-        elif plan.unknown:
+        elif any(plan.is_unknown(other) for other in plan.beside(role)):
             yield f"{role}: {some} recompute, since what is unknown may need the rest"
         else:
             yield f"{role}: {some} recompute, since fewer do not fit into {room}"
