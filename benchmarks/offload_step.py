@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from grpo_step import ENGINES, PHASES, WARM_UP, composed_of, run_job, write_job
@@ -53,7 +54,9 @@ def main() -> None:
     if arguments.mode:
         arguments.steps += WARM_UP
         arguments.settings += [f"offload={arguments.mode}", f"run_dir={arguments.folder / 'run'}"]
-        rows = run_job(*composed_of(arguments, arguments.folder.parent), arguments.folder)
+        arguments.settings += ["trackers=[console,jsonl]"]
+        with redirect_stdout(sys.stderr):
+            rows = run_job(*composed_of(arguments, arguments.folder.parent), arguments.folder)
         found = {key for row in rows for key in row if key.startswith("time/")}
         medians = {
             key: statistics.median(row.get(key, 0.0) for row in rows) for key in {*found, *KEYS}

@@ -32,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def settings_of(mode: str, args: argparse.Namespace, folder: Path) -> list[str]:
         f"reward.target={TASK}:digits",
         f"engine.lr={args.lr}",
         "samples.every_steps=0",
+        "trackers=[console,jsonl]",
         f"run_dir={folder / 'run'}",
     ]
     if GPU:
@@ -87,7 +89,8 @@ def job(args: argparse.Namespace) -> dict[str, Any]:
     scored_at = args.folder / "scored_at"
     os.environ["SCORED_AT"] = str(scored_at)
     args.folder.mkdir()
-    rows = run_job(*composed_of(args, args.folder.parent), args.folder)
+    with redirect_stdout(sys.stderr):
+        rows = run_job(*composed_of(args, args.folder.parent), args.folder)
 
     tokens = [row["batch/completion_tokens"] * row["batch/sequences"] for row in rows]
     middle = {key: statistics.median(row.get(key, 0.0) for row in rows) for key in KEYS}

@@ -26,6 +26,7 @@ from coupler.interfaces import (
     WeightUpdate,
     open_transport,
 )
+from coupler.jobs.device_sharing import start
 from coupler.loop.engine_group import EngineGroup
 from coupler.rewards import RewardPool
 from coupler.testing.models import read_tensors, rewrite
@@ -49,6 +50,46 @@ def test_two_runs_are_equal(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     first, second = (numbers(ToyRun(tmp_path / name, small()).run()) for name in "ab")
     assert first == second
+
+
+def test_rollouts_with_devices_of_their_own_start_while_engines_do(tmp_path: Path) -> None:
+    """The engine waits here until the rollout has begun, and the transport until the
+    engine is there.
+    """
+    run, began = ToyRun(tmp_path, small()), asyncio.Event()
+    load, sample = run.policy.setup, run.rollouts.setup
+
+    async def engine() -> None:
+        await asyncio.wait_for(began.wait(), 10)
+        await asyncio.sleep(0.05)
+        await load()
+
+    async def rollout() -> None:
+        began.set()
+        await sample()
+
+    run.policy.setup, run.rollouts.setup = engine, rollout  # type: ignore[method-assign]
+    asyncio.run(start(run.residency, run.weights, run.policy, beside=True))
+    assert len(run.weights.endpoints) == 1
+
+
+def test_an_engine_that_fails_ends_the_start_of_the_others(tmp_path: Path) -> None:
+    run, ended = ToyRun(tmp_path, small()), []
+
+    async def engine() -> None:
+        await asyncio.sleep(0.05)
+        raise CouplerError("no such model")
+
+    async def rollout() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("rollout")
+
+    run.policy.setup, run.rollouts.setup = engine, rollout  # type: ignore[method-assign]
+    with pytest.raises(CouplerError, match="no such model"):
+        asyncio.run(start(run.residency, run.weights, run.policy, beside=True))
+    assert ended == ["rollout"]
 
 
 def test_seeds_differ(tmp_path: Path) -> None:

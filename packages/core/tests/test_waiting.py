@@ -84,6 +84,7 @@ BOUNDED = {  # file, call: what ends it
         "its groups, whose calls are announced and end by waits.deadline_s and "
         "reward.timeout_s, or fail()"
     ),
+    ("engine_group.py", "self.is_set_up.wait()"): "setup(), a call with a deadline",
     (
         "pool.py",
         "self._changed.wait_for(lambda: self._waiting or self._stopped)",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coupler.config.schema import ExecutorName, Offload, RunConfig
+from coupler.conversation.episodes import together
 from coupler.engine_kit.memory_plan import Phase
 from coupler.errors import ConfigError
 from coupler.executors.placement import JUDGE
@@ -48,21 +49,36 @@ async def start(
     weights: ShardingManager | None,
     *engines: EngineGroup | None,
     opinions: Asked = NOBODY,
+    beside: bool = False,
 ) -> None:
     """Set up the engines, and then the rollouts that ``weights`` go to, if any do.
 
     A rollout takes its share of the free memory, so that it comes last. The judge comes
     before it.
+
+    Args:
+        beside: whether rollouts and judge have devices of their own, and start while
+            engines do.
     """
-    for group in filter(None, (*engines, opinions.reward_model)):
-        log.info(f"loading the {group.spec.role}")
-        await residency.start(group.spec.role, group.setup)
-    if opinions.judge:
-        log.info("loading the judge")
-        await residency.start(JUDGE, opinions.judge.setup)
-    if weights:
-        log.info("loading the rollout")
-        await residency.start("rollout", weights.setup)
+
+    async def start_engines() -> None:
+        for group in filter(None, (*engines, opinions.reward_model)):
+            log.info(f"loading the {group.spec.role}")
+            await residency.start(group.spec.role, group.setup)
+
+    async def start_rollouts() -> None:
+        if opinions.judge:
+            log.info("loading the judge")
+            await residency.start(JUDGE, opinions.judge.setup)
+        if weights:
+            log.info("loading the rollout")
+            await residency.start("rollout", weights.setup)
+
+    if beside:
+        await together((start_engines(), start_rollouts()))
+    else:
+        await start_engines()
+        await start_rollouts()
 
 
 def hold_state(residency: Residency, role: str) -> AbstractAsyncContextManager[None]:

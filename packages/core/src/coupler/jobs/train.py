@@ -15,7 +15,7 @@ from coupler.batch import Batch
 from coupler.batch.columns import DEMONSTRATION, ROUTED_EXPERTS
 from coupler.batch.trajectory import Trajectory
 from coupler.config.compose import Composed
-from coupler.config.schema import Job, RouterReplay, RunConfig
+from coupler.config.schema import Job, Placement, RouterReplay, RunConfig
 from coupler.conversation.packing import GREEDY
 from coupler.data import PromptStream, Row, fingerprint, prompt_stream
 from coupler.interfaces import Algorithm, Model, Output, Request
@@ -204,7 +204,9 @@ async def _trained(
             policy, rollouts, prompts[0], residency, path=plan.weight_path, in_flight=plan.in_flight
         )
         evaluation = make_evaluation(builder, plan, policy, held_out, scorer, residency)
-        await start(residency, weights, *engines, *teachers.values(), opinions=opinions)
+        beside = plan.placement is Placement.DISJOINT
+        started = *engines, *teachers.values()
+        await start(residency, weights, *started, opinions=opinions, beside=beside)
         if evaluation:
             await evaluation.start()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -55,19 +56,24 @@ class EngineGroup:
         self.placed = ranks
         self.ranks = [executor.spawn(spec.role, rank.index, worker, spec, python) for rank in ranks]
         self.steps_done = 0
+        self.is_set_up = asyncio.Event()
 
     async def setup(self) -> None:
         """Place every rank, load the model there, and learn how the ranks read data."""
         self.placed = await self.executor.locate(self.ranks, self.placed)
         layouts = await self.executor.each(self.ranks, "setup", [(rank,) for rank in self.placed])
         self.layout: Layout = layouts[0]
+        self.is_set_up.set()
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every rank with these arguments, and return all results."""
         return await self.executor.each(self.ranks, method, [args] * len(self.ranks))
 
     async def bind(self, transport: str) -> list[Endpoint]:
-        """Open ``transport`` on every rank, and return the address of each."""
+        """Open ``transport`` on every rank, once it is set up, and return the address
+        of each.
+        """
+        await self.is_set_up.wait()
         return await self.all("bind", transport)
 
     async def offload(self, what: Parts) -> None:
