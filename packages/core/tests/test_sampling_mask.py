@@ -86,7 +86,7 @@ def test_every_pass_of_the_policy_gets_the_masks(tmp_path: Path) -> None:
     SEEN.clear()
     run(tmp_path, "Watched", CUT, steps=2)
     passes = [width for width in SEEN if width]
-    assert passes == [TOP_K] * 18, "in 3 steps, old log-probs by 4 parts, and 2 optimizer steps"
+    assert passes == [TOP_K] * 9, "in 3 steps, old log-probs and two optimizer steps each"
     assert len(SEEN) > len(passes), "the proof of the first sync samples among all ids"
 
 

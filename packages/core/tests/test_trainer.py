@@ -9,13 +9,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from toy_run import REWARD, ToyRun, small
 
-from coupler.config.schema import SamplingConfig
+from coupler.config.schema import Placement, SamplingConfig
 from coupler.errors import CouplerError, RewardError, WaitTimeout, WeightSyncError
 from coupler.interfaces import (
     Completion,
@@ -52,6 +53,10 @@ def test_two_runs_are_equal(tmp_path: Path) -> None:
     assert first == second
 
 
+# no other field is read
+APART: Any = SimpleNamespace(placement=Placement.DISJOINT)
+
+
 def test_rollouts_with_devices_of_their_own_start_while_engines_do(tmp_path: Path) -> None:
     """The engine waits here until the rollout has begun, and the transport until the
     engine is there.
@@ -69,7 +74,7 @@ def test_rollouts_with_devices_of_their_own_start_while_engines_do(tmp_path: Pat
         await sample()
 
     run.policy.setup, run.rollouts.setup = engine, rollout  # type: ignore[method-assign]
-    asyncio.run(start(run.residency, run.weights, run.policy, beside=True))
+    asyncio.run(start(run.residency, run.weights, run.policy, plan=APART))
     assert len(run.weights.endpoints) == 1
 
 
@@ -88,7 +93,7 @@ def test_an_engine_that_fails_ends_the_start_of_the_others(tmp_path: Path) -> No
 
     run.policy.setup, run.rollouts.setup = engine, rollout  # type: ignore[method-assign]
     with pytest.raises(CouplerError, match="no such model"):
-        asyncio.run(start(run.residency, run.weights, run.policy, beside=True))
+        asyncio.run(start(run.residency, run.weights, run.policy, plan=APART))
     assert ended == ["rollout"]
 
 
@@ -316,7 +321,7 @@ def watched(folder: Path, **changes: str) -> tuple[ToyRun, list[int]]:
     """
     folder.mkdir()
     algorithm = "test_trainer:ReadsOld"
-    run, waiting = ToyRun(folder, small(), algorithm=algorithm, **changes), []
+    run, waiting = ToyRun(folder, small(), algorithm=algorithm, parts=4, **changes), []
     run.pool = RewardPool(run.pool.target, 2, 10.0, 0.01)
     forward = run.policy.forward
 
@@ -369,8 +374,8 @@ def test_one_optimizer_step_costs_no_pass_for_old_logprobs(tmp_path: Path, numbe
     passes, forward = [], run.policy.forward
     run.policy.forward = lambda batch, want: passes.append(want) or forward(batch, want)  # type: ignore
     run.run()
-    # the proof of the weights takes two, and each of four parts of a step one
-    assert len(passes) == (2 + 4 * 2 if number > 1 else 2)
+    # the proof of the weights takes two
+    assert len(passes) == (2 + 2 if number > 1 else 2)
 
 
 def test_a_reward_that_raises_stops_the_run_with_its_traceback(tmp_path: Path) -> None:

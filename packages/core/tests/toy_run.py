@@ -75,8 +75,9 @@ class ToyRun:
         reward: str = REWARD,
         in_flight: InFlight = InFlight.DRAIN,
         replicas: int = 1,
+        parts: int = 1,
     ) -> None:
-        self.config, self.folder = config, folder
+        self.config, self.folder, self.parts = config, folder, parts
         self.model = Model(str(write_toy(folder / "model")))
         self.executor = Local(inline=config.max_staleness == 0, waits=Waits(60.0, 60.0))
         spec = WorkerSpec(
@@ -161,6 +162,7 @@ class ToyRun:
             residency=self.residency,
             record=Recorder(self.folder / "record", config.record.every_steps).write,
             judge=SamplingCheck(config.sync.max_sampling_z).judge,
+            parts=self.parts,
         )
         return self.trainer
 

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from coupler.config.schema import ExecutorName, Offload, RunConfig
+from coupler.config.schema import ExecutorName, Offload, Placement, RunConfig
 from coupler.conversation.episodes import together
 from coupler.engine_kit.memory_plan import Phase
 from coupler.errors import ConfigError
@@ -42,6 +42,8 @@ class Nobody:
 
 
 NOBODY = Nobody()
+PARTS = 4
+"""Parts of a step, few enough that each fills micro-batches of all ranks."""
 
 
 async def start(
@@ -49,7 +51,7 @@ async def start(
     weights: ShardingManager | None,
     *engines: EngineGroup | None,
     opinions: Asked = NOBODY,
-    beside: bool = False,
+    plan: Plan | None = None,
 ) -> None:
     """Set up the engines, and then the rollouts that ``weights`` go to, if any do.
 
@@ -57,7 +59,7 @@ async def start(
     before it.
 
     Args:
-        beside: whether rollouts and judge have devices of their own, and start while
+        plan: where rollouts and judge have devices of their own by it, they start while
             engines do.
     """
 
@@ -74,11 +76,21 @@ async def start(
             log.info("loading the rollout")
             await residency.start("rollout", weights.setup)
 
-    if beside:
+    if plan and plan.placement is Placement.DISJOINT:
         await together((start_engines(), start_rollouts()))
     else:
         await start_engines()
         await start_rollouts()
+
+
+def parts_of(config: RunConfig, plan: Plan, residency: Residency) -> int:
+    """Return the parts of a step that engines complete while rollouts sample the rest.
+
+    There are several where both have devices of their own, keep their memory, and wait
+    for each other.
+    """
+    waits = plan.placement is Placement.DISJOINT and not config.max_staleness
+    return PARTS if waits and not residency.shared else 1
 
 
 def hold_state(residency: Residency, role: str) -> AbstractAsyncContextManager[None]:

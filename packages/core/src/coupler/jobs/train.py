@@ -15,13 +15,19 @@ from coupler.batch import Batch
 from coupler.batch.columns import DEMONSTRATION, ROUTED_EXPERTS
 from coupler.batch.trajectory import Trajectory
 from coupler.config.compose import Composed
-from coupler.config.schema import Job, Placement, RouterReplay, RunConfig
+from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.conversation.packing import GREEDY
 from coupler.data import PromptStream, Row, fingerprint, prompt_stream
 from coupler.interfaces import Algorithm, Model, Output, Request
 from coupler.jobs.build import Builder
 from coupler.jobs.demonstrations import DemonstratingScorer, find_answers
-from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
+from coupler.jobs.device_sharing import (
+    hold_state,
+    hold_trained,
+    parts_of,
+    share_devices,
+    start,
+)
 from coupler.jobs.evaluation import Evaluation, make_evaluation
 from coupler.jobs.greedy import GreedyScorer
 from coupler.jobs.opinions import Opinions, find_models, make_opinions
@@ -196,17 +202,14 @@ async def _trained(
         engines = policy, _, critic = _engines(builder, plan, critic_model)
         teachers = make_teachers(builder, taught_by)
         opinions = make_opinions(builder, asked, pool)
-        residency = share_devices(
-            builder.config, plan, rollouts, *engines, *teachers.values(), opinions=opinions
-        )
+        roles = *engines, *teachers.values()
+        residency = share_devices(builder.config, plan, rollouts, *roles, opinions=opinions)
         scorer = builder.scorer(rollouts, opinions.rewards)
         weights = builder.weight_sync(
             policy, rollouts, prompts[0], residency, path=plan.weight_path, in_flight=plan.in_flight
         )
         evaluation = make_evaluation(builder, plan, policy, held_out, scorer, residency)
-        beside = plan.placement is Placement.DISJOINT
-        started = *engines, *teachers.values()
-        await start(residency, weights, *started, opinions=opinions, beside=beside)
+        await start(residency, weights, *roles, opinions=opinions, plan=plan)
         if evaluation:
             await evaluation.start()
 
@@ -229,6 +232,7 @@ async def _trained(
                 residency=residency,
                 record=kept.keep,
                 judge=SamplingCheck(config.sync.max_sampling_z).judge,
+                parts=parts_of(config, plan, residency),
             )
             if found:
                 hold = partial(hold_trained, residency)

@@ -33,8 +33,6 @@ Record = Callable[[int, Batch, Metrics], None]
 # judges a step by metrics of the engine, those of the sampler, and its prompt groups
 Judge = Callable[[Metrics, Metrics, int], Metrics]
 TRAINED = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
-PARTS = 4
-"""Parts of a step that engines complete while the others are still sampled."""
 
 
 class Trainer:
@@ -42,6 +40,9 @@ class Trainer:
 
     The Sampler fills the Buffer at its own pace, and a step takes
     ``prompts_per_step`` groups out of it.
+
+    Args:
+        parts: of a step, which engines complete one by one as they are sampled.
     """
 
     def __init__(
@@ -58,13 +59,14 @@ class Trainer:
         residency: Residency,
         record: Record,
         judge: Judge,
+        parts: int = 1,
     ) -> None:
         self.config, self.policy, self.weights, self.algorithm = config, policy, weights, algorithm
         self.sampler, self.buffer = sampler, buffer
         self.residency, self.record, self.judge = residency, record, judge
         self.critic = critic
         self.complete = partial(complete, config=config, algorithm=algorithm, providers=providers)
-        self.parts = 1 if residency.shared or config.max_staleness else PARTS
+        self.parts = parts
 
         self.skips = {
             role: SkippedSteps(config.max_skipped_steps, role) for role in ("policy", "critic")
