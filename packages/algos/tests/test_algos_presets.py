@@ -155,6 +155,16 @@ def test_dr_grpo_divides_by_the_longest_completion_and_by_no_std():
             },
         ),
         (
+            "kpop",
+            {
+                "reject": {"token_binary": 0.1},
+                "behaviour": Behaviour.ROLLOUT,
+                "aggregation": Aggregation.TOKEN_MEAN,
+                "clip_low": 0.0,
+                "clip_high": 0.0,
+            },
+        ),
+        (
             "dro",
             {
                 "shape": Shape.LIKELIHOOD,

@@ -4,7 +4,7 @@ hand.
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, log
 
 import numpy as np
 import pytest
@@ -14,12 +14,21 @@ from coupler.batch import Batch
 from coupler.metrics import values
 from coupler.testing.reference import torch_columns
 from coupler_algos.config import KL, Behaviour, GRPOConfig
+from coupler_algos.corrections import binary
 from coupler_algos.grpo import GRPO
 from coupler_algos.slots import REJECTIONS, Correction, Ratio
 from coupler_algos.weighing import MEAN_WEIGHT
 
 # log w = log recomputed - log rollout, of two sequences with 3 and 1 sampled tokens.
 LOG_WEIGHTS = (0.3, -0.5, 0.1, -0.2)
+
+
+def coin(p: float, q: float) -> float:
+    return p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
+
+
+# The trainer's probability of every token is exp(-1).
+COINS = [max(coin(exp(-1), exp(-1 - x)), coin(exp(-1 - x), exp(-1))) for x in LOG_WEIGHTS]
 
 
 def batch_of(*, advantage: float = 1.0) -> Batch:
@@ -74,6 +83,10 @@ def near(expected: object) -> object:
         ("sequence_max_k1", [0.5, 0.5, 0.5, 0.2]),
         ("sequence_max_k2", [0.125, 0.125, 0.125, 0.02]),
         ("sequence_max_k3", [*[exp(-0.5) - 0.5] * 3, exp(-0.2) - 0.8]),
+        ("token_binary", COINS),
+        ("sequence_sum_binary", [*[sum(COINS[:3])] * 3, COINS[3]]),
+        ("sequence_mean_binary", [*[sum(COINS[:3]) / 3] * 3, COINS[3]]),
+        ("sequence_max_binary", [*[max(COINS[:3])] * 3, COINS[3]]),
     ],
 )
 def test_a_token_is_dropped_above_the_bound_and_not_below(
@@ -90,6 +103,15 @@ def test_a_token_is_dropped_above_the_bound_and_not_below(
 def test_every_statistic_is_tested() -> None:
     test = test_a_token_is_dropped_above_the_bound_and_not_below
     assert {row[0] for row in test.pytestmark[0].args[1]} == set(REJECTIONS)
+
+
+def test_coins_differ_by_finite_numbers_at_any_probability() -> None:
+    """A sure token and one that is nearly impossible, in float32 and float64."""
+    for dtype in (torch.float32, torch.float64):
+        sides = torch.tensor([0.0, -1e-9, -1.0, -50.0, -1000.0], dtype=dtype)
+        found = binary(sides[:, None], sides)
+        assert found.isfinite().all() and (found.diagonal() == 0).all()
+        assert torch.equal(found, found.T) and found[0, 4] > 10
 
 
 def test_what_any_bound_drops_is_dropped() -> None:

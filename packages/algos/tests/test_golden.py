@@ -132,6 +132,20 @@ def test_dro_is_the_likelihood_held_by_the_squared_move() -> None:
     assert grad == near((-advantages + 0.05 * moves).tolist())
 
 
+def test_kpop_drops_tokens_whose_coins_differ() -> None:
+    """Probabilities went from exp(-1) = 0.368 to 0.607, 0.117 nats apart, and to 0.150,
+    0.118 apart; the next, 0.497, is 0.034 apart. Others are the plain ratio.
+    """
+    now = np.zeros(9)
+    now[batch_of()["loss_mask"]] = np.concatenate(MOVES) - 1
+    loss, grad, metrics, weights = losses_of(algorithm("kpop"), old_logprobs=now)
+    plain = -np.array([2, 2, -1, 0.5, 0.5, 0.5]) * np.exp(np.concatenate(MOVES))
+    kept = plain * [1, 0, 0, 1, 1, 1]
+    assert (loss, grad) == (near(kept.tolist()), near(kept.tolist()))
+    assert metrics["rejected"] == pytest.approx(1 / 3)
+    assert weights.tolist() == pytest.approx([1 / 6] * 6)
+
+
 def test_m2po_gives_no_gradient_to_tokens_that_are_too_far() -> None:
     """Others are the plain ratio times the advantage."""
     gone = np.array([0, 0, 1, 0, 0, 0, 1, 0, 0], np.float32)

@@ -101,7 +101,8 @@ class PolicyConfig:
     """Divide the weights of correction_cap by their mean over the batch."""
     reject: dict[str, float] = field(default_factory=dict)
     """Drop tokens whose trainer and rollout diverge by more than a bound in nats. The
-    keys join token, sequence_sum, sequence_mean or sequence_max with k1, k2 or k3.
+    keys join token, sequence_sum, sequence_mean or sequence_max with k1, k2, k3 or
+    binary.
     """
     log_mismatch: bool = False
     """Measure how far the trainer's distribution is from the rollout's, also by

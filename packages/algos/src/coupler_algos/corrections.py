@@ -13,8 +13,10 @@ from coupler.metrics import Metric, Metrics
 from coupler_algos import kl
 from coupler_algos.columns import Tokens, mean
 from coupler_algos.config import KLEstimator, PolicyConfig
-from coupler_algos.slots import Correction, Level, Ratio
+from coupler_algos.slots import BINARY, Correction, Level, Ratio
 from coupler_algos.weighing import bounded
+
+EDGE = 1e-6
 
 
 def weights(config: PolicyConfig, tokens: Tokens, rollout: Tensor) -> tuple[Tensor, Metrics]:
@@ -45,22 +47,38 @@ def rejected(config: PolicyConfig, tokens: Tokens, rollout: Tensor) -> Tensor:
     """Return [T] true where a divergence of ``config.reject`` is beyond its bound.
 
     A key joins a level and an estimator of KL(rollout || recomputed) per token: k1 is
-    ``-log w``, k2 ``(log w)^2 / 2`` and k3 ``w - 1 - log w`` (arXiv 2512.23075). A
-    negative divergence counts by its size.
+    ``-log w``, k2 ``(log w)^2 / 2`` and k3 ``w - 1 - log w`` (arXiv 2512.23075), and
+    binary is that of :func:`binary`. A negative divergence counts by its size.
     """
     found = torch.zeros_like(tokens.mask)
     for key, bound in config.reject.items():
-        level, _, estimator = key.rpartition("_")
-        divergence = kl.estimate(
-            KLEstimator(estimator),
-            rollout,
-            tokens.recomputed,
-            torch,
-        )
+        level, _, kind = key.rpartition("_")
+        if kind == BINARY:
+            divergence = binary(rollout, tokens.recomputed)
+        else:
+            divergence = kl.estimate(KLEstimator(kind), rollout, tokens.recomputed, torch)
         joined = _joined(Level(level), tokens, divergence)
         found = found | (joined.abs() > bound)
 
     return found & tokens.mask
+
+
+def binary(first: Tensor, second: Tensor) -> Tensor:
+    """Return the larger of KL(p || q) and KL(q || p) of two coins, in nats [T].
+
+    One falls on a token with the probability p of ``first``, the other with the q of
+    ``second``: ``KL(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q))`` (J. Guo
+    et al., KPop, ringtech.notion.site/kpop). It allows rare tokens a larger ratio than
+    likely ones. Probabilities stay 1e-6 away from 0 and 1.
+
+    Args:
+        first: [T] log-probs.
+        second: [T] log-probs.
+    """
+    p, q = (c.exp().clamp(EDGE, 1 - EDGE) for c in (first, second))
+    odds = (p / q).log() - ((1 - p) / (1 - q)).log()
+    rest = ((1 - p) / (1 - q)).log()
+    return torch.maximum(p * odds + rest, -q * odds - rest)
 
 
 def _joined(level: Level, tokens: Tokens, divergence: Tensor) -> Tensor:

@@ -97,5 +97,8 @@ class Level(StrEnum):
     MAX = "sequence_max"
 
 
-REJECTIONS = tuple(f"{level}_{kind}" for level in Level for kind in ("k1", "k2", "k3"))
-"""The keys of ``algorithm.reject``: arXiv 2512.23075."""
+BINARY = "binary"
+"""The divergence of two coins that stand for a token (:func:`corrections.binary`)."""
+DIVERGENCES = ("k1", "k2", "k3", BINARY)
+REJECTIONS = tuple(f"{level}_{kind}" for level in Level for kind in DIVERGENCES)
+"""The keys of ``algorithm.reject``: arXiv 2512.23075, and KPop for binary."""
