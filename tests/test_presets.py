@@ -40,6 +40,8 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "topr": (),
     "remax": ("samples_per_prompt=1", "algorithm.whiten=true"),
     "otb": (),
+    "kpop": (),
+    "rae": ("samples_per_prompt=1",),
     "gigpo": ("environment=played",),
 }
 REPORTED = {
@@ -47,6 +49,8 @@ REPORTED = {
     "kl_cov": {"covariance_marked"},
     "gmpo": {"mismatch/ess", "mismatch/ess_sequence", "mismatch/ppl_train", "clip_low"},
     "dppo": {"rejected", "mismatch/chi2_sequence", "clip_high"},
+    "kpop": {"rejected"},
+    "rae": {"baseline/moving_mean"},
     "gdpo": {"reward_parts/length", "reward_parts/letters"},
     "luspo": {"correction_capped", "mismatch/weight", "clip_high"},
 }

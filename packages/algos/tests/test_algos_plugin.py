@@ -229,6 +229,16 @@ def test_an_algorithm_that_compares_nothing_needs_no_second_sample():
             ["algorithm.baseline=greedy", "algorithm.by_part"],
         ),
         (
+            GRPOConfig(baseline=Baseline.MOVING_MEAN),
+            {},
+            ["algorithm.baseline=moving_mean", "algorithm.scale_by_std"],
+        ),
+        (
+            GRPOConfig(baseline_decay=1.0),
+            {},
+            ["algorithm.baseline_decay=1.0", "below 1"],
+        ),
+        (
             GRPOConfig(baseline=Baseline.NONE),
             {"samples_per_prompt": 1},
             ["samples_per_prompt=1", "set samples_per_prompt=2"],

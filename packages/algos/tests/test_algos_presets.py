@@ -165,6 +165,17 @@ def test_dr_grpo_divides_by_the_longest_completion_and_by_no_std():
             },
         ),
         (
+            "rae",
+            {
+                "baseline": Baseline.MOVING_MEAN,
+                "baseline_decay": 0.95,
+                "scale_by_std": False,
+                "aggregation": Aggregation.SEQUENCE_MEAN_TOKEN_SUM,
+                "clip_low": 0.0,
+                "clip_high": 0.0,
+            },
+        ),
+        (
             "dro",
             {
                 "shape": Shape.LIKELIHOOD,

@@ -298,6 +298,42 @@ def test_remax_compares_with_the_greedy_episode() -> None:
     assert policy.advantages(batch)["advantages"][1::2].tolist() == [0.25, -0.25, 0]
 
 
+def test_rae_subtracts_the_moving_mean_of_the_side_that_was_played() -> None:
+    """Three trajectories, of which the last has two rows. With a decay of 0.95, means
+    of rewards 1 and 3 of one side and -1 of the other go from 0 to 0.05 and 0.1975, and
+    to -0.05.
+    """
+    sides = np.array(["first", "second", "first", "first"])
+    batch = Batch(
+        np.array([2] * 4),
+        {
+            "loss_mask": np.array([False, True] * 4),
+            "tokens": np.zeros(8, np.int32),
+        },
+        {
+            "reward": np.array([1.0, -1.0, 3.0, 3.0]),
+            "data_source": sides,
+            "trajectory": np.array([0, 1, 2, 2]),
+            "group": np.array([1, 2, 3, 3]),
+        },
+    )
+    policy = algorithm("rae", "samples_per_prompt=1")
+    means = policy.controller()
+    assert means is not None and "data_source" in policy.needs
+
+    first = means.apply(batch)
+    assert policy.advantages(first)["advantages"][1::2].tolist() == [1, -1, 3, 3]
+    assert values(means.update(first)) == {"baseline/moving_mean": 0}
+    assert means.state() == pytest.approx({"first": 0.05 * 0.95 + 0.15, "second": -0.05})
+
+    again = algorithm("rae", "samples_per_prompt=1").controller()
+    assert again is not None
+    again.restore(means.state())
+    found = policy.advantages(again.apply(batch))["advantages"][1::2]
+    expected = [1 - 0.1975, -0.95, 3 - 0.1975, 3 - 0.1975]
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+
+
 # --- covariance
 
 

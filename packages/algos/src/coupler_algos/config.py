@@ -284,7 +284,10 @@ class GRPOConfig(GroupConfig):
     baseline: Baseline = Baseline.MEAN
     """What is subtracted from a reward: the group's mean, that mean weighted by sampled
     tokens, the second best reward from the best alone, that of a greedy episode, one
-    for each position by the gradients of all samples up to it, or nothing."""
+    for each position by the gradients of all samples up to it, the moving mean of the
+    row's data_source, or nothing."""
+    baseline_decay: float = 0.95
+    """What baseline=moving_mean keeps of a mean at each trajectory."""
     scale_by_std: bool = True
     """Divide advantages by the standard deviation of the group's rewards."""
     scale_by_mean: bool = False
@@ -316,8 +319,9 @@ class GRPOConfig(GroupConfig):
         greedy = {"greedy_reward"} if self.baseline is Baseline.GREEDY else set()
         by_token = self.baseline is Baseline.OPTIMAL_TOKEN
         squares = {"sum_pi_squared", "turn"} if by_token else set()
+        source = {"data_source"} if self.baseline is Baseline.MOVING_MEAN else set()
         anchors = {"anchor", "turn"} if self.anchor_coef else set()
-        return super().needs | greedy | squares | anchors
+        return super().needs | greedy | squares | source | anchors
 
     @property
     def always(self) -> frozenset[str]:

@@ -14,10 +14,12 @@ import numpy as np
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
+from coupler.interfaces import Controller
 from coupler_algos import anchors, token_baseline
 from coupler_algos.config import GRPOConfig
 from coupler_algos.gae import whiten
 from coupler_algos.groups import EPSILON, Groups
+from coupler_algos.moving import MovingMeans, moving_mean
 from coupler_algos.policy import GroupPolicy
 from coupler_algos.shaping import sampled_tokens, scores
 from coupler_algos.slots import Baseline
@@ -31,6 +33,12 @@ class GRPO(GroupPolicy):
 
     config: GRPOConfig
 
+    def controller(self) -> Controller | None:
+        """Return the moving means, or the adaptive KL coefficient, if there is one."""
+        if self.config.baseline is Baseline.MOVING_MEAN:
+            return MovingMeans(self.config)
+        return super().controller()
+
     def compare(self, scores: np.ndarray, groups: Groups, lengths: np.ndarray) -> np.ndarray:
         match self.config.baseline:
             case Baseline.MEAN:
@@ -39,7 +47,8 @@ class GRPO(GroupPolicy):
                 advantages = groups.minus_weighted(scores, lengths)
             case Baseline.SECOND_BEST:
                 advantages = groups.best_minus_second(scores)
-            case Baseline.GREEDY | Baseline.OPTIMAL_TOKEN | Baseline.NONE:
+            case _:
+                # Nothing of the group: judge() and judge_tokens() have subtracted it.
                 advantages = scores
 
         return self.scaled(advantages, scores, groups)
@@ -103,6 +112,8 @@ class GRPO(GroupPolicy):
         rewards = scores(self.config, batch)
         if self.config.baseline is Baseline.GREEDY:
             rewards = rewards - batch["greedy_reward"][batch.trajectories()[0]]
+        if self.config.baseline is Baseline.MOVING_MEAN:
+            rewards = rewards - moving_mean(batch)
         return self.compare(rewards, groups, sampled_tokens(batch))
 
     def _by_part(self, batch: Batch, groups: Groups) -> np.ndarray:

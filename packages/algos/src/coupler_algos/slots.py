@@ -79,13 +79,15 @@ class Baseline(StrEnum):
     OPTIMAL_TOKEN = "optimal_token"
     """A baseline for each position, weighted by the squared gradients of all samples
     up to it: OTB (arXiv 2602.07078)."""
+    MOVING_MEAN = "moving_mean"
+    """The moving mean of rewards of the row's data_source: RAE (arXiv 2506.24119)."""
     NONE = "none"
     """Nothing."""
 
     @property
     def compares(self) -> bool:
         """Return whether it takes another sample of the prompt."""
-        return self not in (Baseline.GREEDY, Baseline.NONE)
+        return self not in (Baseline.GREEDY, Baseline.MOVING_MEAN, Baseline.NONE)
 
 
 class Level(StrEnum):

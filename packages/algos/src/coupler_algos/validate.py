@@ -254,6 +254,19 @@ GRPO: tuple[Rule, ...] = (
         "algorithm.by_part and algorithm.scale_by_mean to false.",
     ),
     (
+        lambda a: (
+            a.baseline is Baseline.MOVING_MEAN
+            and (a.by_part or a.scale_by_mean or a.scale_by_std or a.kl_target > 0)
+        ),
+        "algorithm.baseline=moving_mean compares the whole reward with those of other prompts: set "
+        "algorithm.by_part, algorithm.scale_by_mean and algorithm.scale_by_std to false, and "
+        "algorithm.kl_target to 0.",
+    ),
+    (
+        lambda a: not 0 <= a.baseline_decay < 1,
+        "algorithm.baseline_decay={a.baseline_decay} must be from 0 to below 1; 0.95 is usual.",
+    ),
+    (
         lambda a: a.part_weights and not a.by_part,
         "algorithm.part_weights weighs the parts that algorithm.by_part compares: set "
         "algorithm.by_part=true.",
