@@ -319,7 +319,8 @@ class GRPOConfig(GroupConfig):
         greedy = {"greedy_reward"} if self.baseline is Baseline.GREEDY else set()
         by_token = self.baseline is Baseline.OPTIMAL_TOKEN
         squares = {"sum_pi_squared", "turn"} if by_token else set()
-        source = {"data_source"} if self.baseline is Baseline.MOVING_MEAN else set()
+        moving = self.baseline is Baseline.MOVING_MEAN
+        source = {"data_source"} if moving else set()
         anchors = {"anchor", "turn"} if self.anchor_coef else set()
         return super().needs | greedy | squares | source | anchors
 

@@ -56,7 +56,12 @@ def rejected(config: PolicyConfig, tokens: Tokens, rollout: Tensor) -> Tensor:
         if kind == BINARY:
             divergence = binary(rollout, tokens.recomputed)
         else:
-            divergence = kl.estimate(KLEstimator(kind), rollout, tokens.recomputed, torch)
+            divergence = kl.estimate(
+                KLEstimator(kind),
+                rollout,
+                tokens.recomputed,
+                torch,
+            )
         joined = _joined(Level(level), tokens, divergence)
         found = found | (joined.abs() > bound)
 
@@ -75,10 +80,14 @@ def binary(first: Tensor, second: Tensor) -> Tensor:
         first: [T] log-probs.
         second: [T] log-probs.
     """
-    p, q = (c.exp().clamp(EDGE, 1 - EDGE) for c in (first, second))
-    odds = (p / q).log() - ((1 - p) / (1 - q)).log()
-    rest = ((1 - p) / (1 - q)).log()
-    return torch.maximum(p * odds + rest, -q * odds - rest)
+    p = first.exp().clamp(EDGE, 1 - EDGE)
+    q = second.exp().clamp(EDGE, 1 - EDGE)
+    hit = (p / q).log()
+    miss = ((1 - p) / (1 - q)).log()
+
+    forward = p * hit + (1 - p) * miss
+    reverse = -q * hit - (1 - q) * miss
+    return torch.maximum(forward, reverse)
 
 
 def _joined(level: Level, tokens: Tokens, divergence: Tensor) -> Tensor:

@@ -33,8 +33,12 @@ class MovingMeans(Controller):
 
     def apply(self, batch: Batch) -> Batch:
         """Add ``moving_mean`` [B]."""
-        means = [self.means.get(source, 0.0) for source in batch["data_source"].tolist()]
-        return batch.with_seqs(**{MOVING_MEAN: np.array(means, np.float64)})
+        sources = batch["data_source"].tolist()
+        means = np.array(
+            [self.means.get(source, 0.0) for source in sources],
+            np.float64,
+        )
+        return batch.with_seqs(**{MOVING_MEAN: means})
 
     def update(self, batch: Batch) -> Metrics:
         """Move the means by the rewards of the samples in ``batch``.
@@ -45,12 +49,18 @@ class MovingMeans(Controller):
         batch = of_policy(batch)
         first, _ = batch.trajectories()
         sources = batch["data_source"][first].tolist()
-        used = batch[MOVING_MEAN][first]
+        rewards = scores(self.config, batch).tolist()
+        for source, reward in zip(sources, rewards, strict=True):
+            self._move(source, reward)
 
-        for source, reward in zip(sources, scores(self.config, batch).tolist(), strict=True):
-            before = self.means.get(source, 0.0)
-            self.means[source] = before + (1 - self.config.baseline_decay) * (reward - before)
-        return {"baseline/moving_mean": Metric(float(used.sum()), len(used))}
+        used = batch[MOVING_MEAN][first]
+        total = float(used.sum())
+        return {"baseline/moving_mean": Metric(total, len(used))}
+
+    def _move(self, source: str, reward: float) -> None:
+        mean = self.means.get(source, 0.0)
+        share = 1 - self.config.baseline_decay
+        self.means[source] = mean + share * (reward - mean)
 
     def state(self) -> dict[str, float]:
         """Return the mean of each source."""
@@ -67,4 +77,6 @@ def moving_mean(batch: Batch) -> np.ndarray:
     It is 0 without a controller, as it is before the first batch.
     """
     first, _ = batch.trajectories()
-    return batch[MOVING_MEAN][first] if batch.has(MOVING_MEAN) else np.zeros(len(first))
+    if not batch.has(MOVING_MEAN):
+        return np.zeros(len(first))
+    return batch[MOVING_MEAN][first]

@@ -87,7 +87,11 @@ class Baseline(StrEnum):
     @property
     def compares(self) -> bool:
         """Return whether it takes another sample of the prompt."""
-        return self not in (Baseline.GREEDY, Baseline.MOVING_MEAN, Baseline.NONE)
+        return self not in (
+            Baseline.GREEDY,
+            Baseline.MOVING_MEAN,
+            Baseline.NONE,
+        )
 
 
 class Level(StrEnum):
@@ -101,6 +105,11 @@ class Level(StrEnum):
 
 BINARY = "binary"
 """The divergence of two coins that stand for a token (:func:`corrections.binary`)."""
-DIVERGENCES = ("k1", "k2", "k3", BINARY)
+DIVERGENCES = (
+    "k1",
+    "k2",
+    "k3",
+    BINARY,
+)
 REJECTIONS = tuple(f"{level}_{kind}" for level in Level for kind in DIVERGENCES)
 """The keys of ``algorithm.reject``: arXiv 2512.23075, and KPop for binary."""

@@ -256,7 +256,14 @@ GRPO: tuple[Rule, ...] = (
     (
         lambda a: (
             a.baseline is Baseline.MOVING_MEAN
-            and (a.by_part or a.scale_by_mean or a.scale_by_std or a.kl_target > 0)
+            and any(
+                (
+                    a.by_part,
+                    a.scale_by_mean,
+                    a.scale_by_std,
+                    a.kl_target,
+                )
+            )
         ),
         "algorithm.baseline=moving_mean compares the whole reward with those of other prompts: set "
         "algorithm.by_part, algorithm.scale_by_mean and algorithm.scale_by_std to false, and "
