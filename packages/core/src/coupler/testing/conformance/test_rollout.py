@@ -748,6 +748,11 @@ def test_abort_returns_what_there_is(
         expect.same(
             sizes, (len(done.tokens),) * 2, "the number of (log-probs, versions), by tokens,"
         )
+        expect.same(
+            set(done.versions),
+            {served.edge.version - 1},
+            "the versions of a request that was aborted, before the push,",
+        )
         expect.below(
             error(reference, Request(prompt, LONG), done),
             tolerance,
