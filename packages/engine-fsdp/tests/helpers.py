@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -213,4 +215,13 @@ def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
     return max(
         float(np.abs(got[n] - g).max()) / max(float(np.abs(g).max()), 1e-2 * whole)
         for n, g in want.items()
+    )
+
+
+def without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine's checks find no torchao."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "coupler_engine_fsdp.layout.find_spec",
+        lambda name: None if name == "torchao" else found(name),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import WANT, arrays, info, loss, make_batch, make_engine, worst
+from helpers import WANT, arrays, info, loss, make_batch, make_engine, without_torchao, worst
 from torch import Tensor, nn
 
 from coupler import RunConfig
@@ -241,11 +240,7 @@ def test_a_missing_library_is_one_sentence(
     config.engine = FSDPConfig(optimizer="adamw8bit")
     assert not list(coupler_validate(config))
 
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        "coupler_engine_fsdp.layout.find_spec",
-        lambda name: None if name == "torchao" else found(name),
-    )
+    without_torchao(monkeypatch)
     assert list(coupler_validate(config)) == [
         "engine.optimizer=adamw8bit needs torchao: pip install 'coupler-engine-fsdp[adamw8bit]'."
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from helpers import (
     make_batch,
     make_engine,
     reference,
+    without_torchao,
     worst,
     write_model,
 )
@@ -336,11 +336,7 @@ def test_a_missing_library_is_one_sentence(
     config.engine = FSDPConfig(precision="fp8")
     assert not list(coupler_validate(config))
 
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        "coupler_engine_fsdp.layout.find_spec",
-        lambda name: None if name == "torchao" else found(name),
-    )
+    without_torchao(monkeypatch)
     assert list(coupler_validate(config)) == [
         "engine.precision=fp8 needs torchao: pip install 'coupler-engine-fsdp[fp8]'."
     ]

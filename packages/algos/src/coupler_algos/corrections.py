@@ -53,19 +53,23 @@ def rejected(config: PolicyConfig, tokens: Tokens, rollout: Tensor) -> Tensor:
     found = torch.zeros_like(tokens.mask)
     for key, bound in config.reject.items():
         level, _, kind = key.rpartition("_")
-        if kind == BINARY:
-            divergence = binary(rollout, tokens.recomputed)
-        else:
-            divergence = kl.estimate(
-                KLEstimator(kind),
-                rollout,
-                tokens.recomputed,
-                torch,
-            )
+        divergence = _divergence(kind, tokens, rollout)
         joined = _joined(Level(level), tokens, divergence)
         found = found | (joined.abs() > bound)
 
     return found & tokens.mask
+
+
+def _divergence(kind: str, tokens: Tokens, rollout: Tensor) -> Tensor:
+    """Return how far trainer and rollout are apart at each token [T]."""
+    if kind == BINARY:
+        return binary(rollout, tokens.recomputed)
+    return kl.estimate(
+        KLEstimator(kind),
+        rollout,
+        tokens.recomputed,
+        torch,
+    )
 
 
 def binary(first: Tensor, second: Tensor) -> Tensor:

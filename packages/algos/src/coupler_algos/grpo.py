@@ -47,8 +47,8 @@ class GRPO(GroupPolicy):
                 advantages = groups.minus_weighted(scores, lengths)
             case Baseline.SECOND_BEST:
                 advantages = groups.best_minus_second(scores)
-            case _:
-                # Nothing of the group: judge() and judge_tokens() have subtracted it.
+            case Baseline.GREEDY | Baseline.OPTIMAL_TOKEN | Baseline.MOVING_MEAN | Baseline.NONE:
+                # judge() and judge_tokens() subtract these
                 advantages = scores
 
         return self.scaled(advantages, scores, groups)

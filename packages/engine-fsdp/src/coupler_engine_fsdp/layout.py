@@ -46,17 +46,14 @@ def problems(
         heads: attention heads of the model, or 0 if they are not known yet.
         path: the place of ``config`` in the run's configuration.
     """
-    if config.optimizer == OptimizerName.ADAMW8BIT and find_spec("torchao") is None:
-        yield (
-            f"{path}.optimizer={config.optimizer} needs torchao",
-            "pip install 'coupler-engine-fsdp[adamw8bit]'",
-        )
-
-    if config.precision == Products.FP8 and find_spec("torchao") is None:
-        yield (
-            f"{path}.precision={config.precision} needs torchao",
-            "pip install 'coupler-engine-fsdp[fp8]'",
-        )
+    asked = {
+        "adamw8bit": (config.optimizer == OptimizerName.ADAMW8BIT, f"optimizer={config.optimizer}"),
+        "fp8": (config.precision == Products.FP8, f"precision={config.precision}"),
+    }
+    for extra, (wanted, setting) in asked.items():
+        if wanted and find_spec("torchao") is None:
+            install = f"pip install 'coupler-engine-fsdp[{extra}]'"
+            yield f"{path}.{setting} needs torchao", install
 
     if config.fsdp_size and ranks % config.fsdp_size:
         yield (
