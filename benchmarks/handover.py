@@ -4,6 +4,7 @@
     python benchmarks/handover.py --shape 0.5b engine.lora_rank=32
     python benchmarks/handover.py --engine megatron
     python benchmarks/handover.py --unprepared        # the first time maps host memory
+    python benchmarks/handover.py --calls             # of CUDA in a step, by their time
     python benchmarks/handover.py --shape tiny        # anywhere, without the bound
 
 Everything that an engine of one rank holds leaves the device and comes back, as with
@@ -115,29 +116,64 @@ def start(engine: Any) -> None:
     print(f"  the memory of the first step's optimizer; {size / GIB:.2f} GiB with the parameters")
 
 
-def steps(engine: Any, batch: Batch, rounds: int) -> tuple[list[float], list[float]]:
+def train(engine: Any, batch: Batch) -> None:
+    """Train a step."""
+    engine.forward_backward(batch, LOGPROBS, surprise, StepInfo(batch.num_tokens, 0))
+    assert engine.step().applied
+
+
+def steps(
+    engine: Any, batch: Batch, rounds: int, show_calls: bool
+) -> tuple[list[float], list[float]]:
     """Return the seconds of a step where the engine stays, and of one with its
     hand-over, by turns.
     """
     park, unpark = ways(engine)
 
-    def train() -> None:
-        engine.forward_backward(batch, LOGPROBS, surprise, StepInfo(batch.num_tokens, 0))
-        assert engine.step().applied
+    def train_here() -> None:
+        train(engine, batch)
 
     def train_between() -> None:
         unpark()
-        train()
+        train_here()
         park()
 
     resident, shared = [], []
-    timed(train)
+    timed(train_here)
     for _ in range(rounds):
-        resident.append(timed(train))
+        resident.append(timed(train_here))
         park()
         shared.append(timed(train_between))
         unpark()
+
+    if show_calls:
+        train_here()
+        calls("calls of a step that stays", train_here)
+        park()
+        calls("calls on the way back", unpark)
+        calls("calls of a step after it", train_here)
+        calls("calls on the way to the host", park)
+        unpark()
     return resident, shared
+
+
+def calls(what: str, work: Callable[[], object]) -> None:
+    """Print the calls of CUDA's runtime that take most of the host's time in ``work``,
+    and how often memory was asked of the driver and given back.
+    """
+    counts = ("num_device_alloc", "num_device_free", "num_alloc_retries")
+    before = torch.cuda.memory_stats()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        seconds = timed(work)
+    after = torch.cuda.memory_stats()
+
+    found = [each for each in profile.key_averages() if each.key.startswith("cuda")]
+    print(
+        f"{what}: {seconds:.3f} s, "
+        + ", ".join(f"{name} {after[name] - before[name]}" for name in counts)
+    )
+    for each in sorted(found, key=lambda each: -each.self_cpu_time_total)[:6]:
+        print(f"  {each.key}: {each.count} calls, {each.self_cpu_time_total / 1e6:.3f} s")
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> None:
@@ -152,14 +188,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     vocabulary = int(SHAPES[arguments.shape]["vocab_size"])
     lengths = np.full(max(arguments.tokens // LENGTH, 1), LENGTH)
     batch = batch_of(vocabulary, 0, lengths)
-    engine.forward_backward(batch, LOGPROBS, surprise, StepInfo(batch.num_tokens, 0))
-    engine.step()
+    train(engine, batch)
 
     park, unpark = (Way(engine, move) for move in ways(engine))
     for _ in range(arguments.rounds + 1):
         park()
         unpark()
-    resident, shared = steps(engine, batch, arguments.rounds)
+    resident, shared = steps(engine, batch, arguments.rounds, arguments.calls)
     print(f"{engine._parked.allocated / GIB:.2f} GiB of host memory")
     print(f"a step that stays: {spread(resident)} s; with its hand-over: {spread(shared)} s")
     print(f"RESULT step {statistics.median(shared) / statistics.median(resident):.3f}")
@@ -176,6 +211,7 @@ def main() -> None:
     parser.add_argument("--shape", default="1.5b", choices=SHAPES)
     parser.add_argument("--tokens", type=int, default=16384, help="of a step")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", action="store_true", help="print CUDA's, on a GPU")
     parser.add_argument("--unprepared", action="store_true", help="train before it leaves at all")
     parser.add_argument("settings", nargs="*")
     arguments = parser.parse_args()
