@@ -11,24 +11,27 @@ parts done bare.
 the same arguments, forward, backward and AdamW step of the engine alone on as many
 tokens, and one copy of the weights on the device. Every prompt has 96 tokens and every
 completion is as long as allowed, but for a random stop in some hundred of them. Weights
-are random. All sides start together and are measured one after the other.
+are random. All sides start together, and the bare parts are measured after each step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import turns
 from endings import end_by_chance
 from shapes import SHAPES
 from sides import Side, serve
@@ -74,10 +77,9 @@ def write_job(folder: Path, shape: str, mean: float = 0.0) -> None:
         **sizes,
     )
     torch.manual_seed(0)
+    dtype = torch.float32 if mean else torch.bfloat16
     with torch.device("cuda" if GPU else "cpu"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if mean:
         end_by_chance(model, mean, 1, range(2, len(vocabulary)))
     model.save_pretrained(folder / "model")
@@ -249,12 +251,9 @@ BARE = {"generate": bare_generate, "train": bare_train}
 def report(
     rows: list[dict[str, float]], bare: dict[str, list[dict[str, float]]], args: argparse.Namespace
 ) -> None:
-    def middle(column: str) -> float:
-        return statistics.median(row.get(column, 0.0) for row in rows)
-
-    step, phases = middle("time/step"), {name: middle(name) for name in PHASES}
-    parts = {name: statistics.median(f["seconds"] for f in found) for name, found in bare.items()}
-    parts["copy"] = statistics.median(found["copy"] for found in bare["train"])
+    step, phases = middle(rows, "time/step"), {name: middle(rows, name) for name in PHASES}
+    parts = {name: middle(found, "seconds") for name, found in bare.items()}
+    parts["copy"] = middle(bare["train"], "copy")
     split = ", ".join(
         f"{name.removeprefix('time/')} {1e3 * seconds:.1f}" for name, seconds in phases.items()
     )
@@ -268,12 +267,29 @@ def report(
     print(
         f"RESULT grpo step {args.rollout} {args.shape}, {args.prompts} x {args.samples} samples of "
         f"{args.tokens} tokens "
-        f"({middle('batch/completion_tokens'):.1f} in the mean) {' '.join(args.settings)}: "
+        f"({middle(rows, 'batch/completion_tokens'):.1f} in the mean) {' '.join(args.settings)}: "
         f"{step / sum(parts.values()):.3f} of the bare parts; median of {len(rows)} steps"
+    )
+    sampled = [each["time/sample"] for each in rows]
+    raw = [each["seconds"] for each in bare["generate"]]
+    ratios = [ours / theirs for ours, theirs in zip(sampled, raw, strict=True)]
+    print(
+        f"RESULT sampling {spread(sampled)} s, bare {spread(raw)} s; by turns {spread(ratios)} "
+        "times as long"
     )
 
 
+def middle(rows: list[dict[str, float]], column: str) -> float:
+    return statistics.median(row.get(column, 0.0) for row in rows)
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
 def compare(args: argparse.Namespace) -> None:
+    os.environ["COUPLER_PLUGINS"] = "turns"
+    args.settings.append("trackers=[jsonl,turns]")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_job(folder, args.shape)
@@ -285,14 +301,17 @@ def compare(args: argparse.Namespace) -> None:
             # before the job: engines that start at once would take each other's memory
             # for their own
             side.ready()
+
+        bare: dict[str, list[dict[str, float]]] = {side: [] for side in BARE}
+        turns.after += [partial(measure, sides[side], bare[side]) for side in BARE]
         rows = run_job(*composed_of(args, folder), folder)
-        bare = {
-            name: [side.measure() for _ in range(WARM_UP + args.rounds)][WARM_UP:]
-            for name, side in sides.items()
-        }
         for side in sides.values():
             side.close()
-        report(rows, bare, args)
+        report(rows, {side: found[-len(rows) :] for side, found in bare.items()}, args)
+
+
+def measure(side: Side, found: list[dict[str, float]]) -> None:
+    found.append(side.measure())
 
 
 def composed_of(args: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
@@ -313,7 +332,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256, help="of each completion")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=5, help="of the bare parts")
     parser.add_argument("--side", choices=BARE, help="be one bare side; the script starts both")
     parser.add_argument("--folder", type=Path, help="of a side: where the model is")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE of the job")

@@ -87,6 +87,8 @@ class Way:
         self.size = 0
 
     def __call__(self) -> None:
+        # As after a step, which writes to all that it trains.
+        self.engine._parked.forget()
         before = self.engine._parked.copied
         self.seconds.append(timed(self.move))
         self.size = self.engine._parked.copied - before
