@@ -226,7 +226,8 @@ def test_auto_trains_the_largest_batch_that_fits(tmp_path: Path) -> None:
     fit. With all of them it runs out.
     """
     shape = AutoConfig.for_model(**LARGE["1.5b"])
-    AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    with torch.device("cuda"):
+        AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(tmp_path)
     batch = long_batch(8)
     facts = asked(tmp_path, gpu=True, tokens=batch.num_tokens, longest=2048)
     both = [FSDPConfig(**first(n, 28)).memory_needs(facts) for n in (0, 28)]
