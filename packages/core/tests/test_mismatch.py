@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from toy_run import ToyRun, small
 
+from coupler.batch import Batch
+from coupler.loop.turns import by_cache
 from coupler.metrics import merge, values
 from coupler.worker.train_infer import OF_REPLICA, mismatch
 
@@ -84,3 +86,13 @@ def test_a_run_logs_them_every_step(tmp_path: Path, max_staleness: int) -> None:
             == pytest.approx(step["train_infer/ratio_max"])
         )
         assert 0 <= step["train_infer/kl"] < 1e-9
+
+
+def test_a_token_on_a_stale_cache_is_of_the_weights_that_made_it() -> None:
+    """Of the rows one went on after an update, one is new, and one is a demonstration
+    between two prompts, which nothing sampled.
+    """
+    version = np.array([-1, 2, 3, 3, -1, 3, -1, -1, -1], np.int32)
+    batch = by_cache(Batch(np.array([4, 2, 3]), {"version": version}))
+    assert batch["version"].tolist() == [-1, 2, 2, 2, -1, 3, -1, -1, -1]
+    assert batch["version"].dtype == version.dtype

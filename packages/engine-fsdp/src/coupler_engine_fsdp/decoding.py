@@ -38,6 +38,8 @@ class LiveSequence:
     """Filled by :meth:`stamp`."""
     kept: list[np.ndarray] = field(default_factory=list)
     """The ids that each token was sampled among under ``top_k``, and -1 behind them."""
+    is_stale: bool = False
+    """Whether weights before an update computed what its cache begins with."""
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -121,6 +123,8 @@ class Decoder:
         are then.
         """
         rows = self.rows
+        for row in rows:
+            row.is_stale = False
         self.clear()
         return rows
 
@@ -146,7 +150,8 @@ class Decoder:
             groups.setdefault(row.known, []).append(row)
         self.columns.reserve(len(joining), max(map(len, groups)) - 1, self._growth(joining))
 
-        siblings = {row.request.prompt: index for index, row in enumerate(self.rows)}
+        fresh = ((index, row) for index, row in enumerate(self.rows) if not row.is_stale)
+        siblings = {row.request.prompt: index for index, row in fresh}
         new: list[list[LiveSequence]] = []
         for known in groups.keys() & siblings.keys():
             self.columns.join(self.columns.past(siblings[known], len(known) - 1))

@@ -157,6 +157,7 @@ class HFRollout(Rollout):
         self._check_awake("update()")
         for row in self.decoder.rows:
             row.stamp(self.version)
+            row.is_stale = True
         if self.paused is not InFlight.STALE_KV:
             self._requeue()
         self.torn = True

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+
 from coupler.batch import Batch
 from coupler.batch.columns import OF_ENGINES, OF_RECORDS
-from coupler.config.schema import RunConfig
+from coupler.config.schema import OnSync, RunConfig
 
 # column: the policy's log-probs before its first step on a batch
 OLD_LOGPROBS = "old_logprobs"
@@ -32,6 +34,8 @@ def turns_of(
         version: of the weights that train on ``batch``.
     """
     turns, batch = {}, batch.without(*OF_RECORDS)
+    if config.sync.in_flight is OnSync.STALE_KV:
+        batch = by_cache(batch)
 
     if step > warmup_steps(config, "critic" in roles):
         own = batch.without(OLD_LOGPROBS) if takes_one_step(config) else batch
@@ -45,6 +49,19 @@ def turns_of(
             judged, critic_steps_per_batch(config), None, config.epochs_per_batch
         )
     return turns
+
+
+def by_cache(batch: Batch) -> Batch:
+    """Give every sampled token the oldest ``version`` of its row.
+
+    A completion that goes on with its cache reads keys and values of those weights, so
+    that the newer ones do not know its log-probs.
+    """
+    version = batch["version"]
+    sampled = version >= 0
+    ages = np.where(sampled, version, np.iinfo(version.dtype).max)
+    oldest = batch.spread(np.minimum.reduceat(ages, batch.starts[:-1]))
+    return batch.with_tokens(version=np.where(sampled, oldest, version))
 
 
 def takes_one_step(config: RunConfig) -> bool:

@@ -658,6 +658,9 @@ def test_samples_of_one_prompt_are_independent(
 
 # --- pausing and memory
 
+# Its prompt is that of a request that runs meanwhile.
+LATE = Request(PROMPTS[0], 4, seed=4)
+
 
 def paused(
     served: Served,
@@ -666,8 +669,8 @@ def paused(
     delay: float,
     top_k: int = 0,
 ) -> tuple[list[Completion], Completion]:
-    """Pause two long requests, call ``during``, and resume. Return them and a request
-    that came in while paused.
+    """Pause two long requests, call ``during``, and resume. Return them and ``LATE``,
+    which came in while paused.
     """
     rollout = served.rollout
     long = [Request(prompt, LONG, seed=3, top_k=top_k) for prompt in PROMPTS[:2]]
@@ -676,7 +679,7 @@ def paused(
         running = [asyncio.ensure_future(rollout.generate(request)) for request in long]
         await asyncio.sleep(delay)
         await rollout.pause(how)
-        late = asyncio.ensure_future(rollout.generate(Request(PROMPTS[3], 4, seed=4)))
+        late = asyncio.ensure_future(rollout.generate(LATE))
         await asyncio.sleep(0.05)
 
         assert not late.done(), "a request was admitted during the pause"
@@ -770,7 +773,7 @@ def test_requests_in_flight_continue_on_new_weights(
     tolerance: float,
 ) -> None:
     """Tokens before the update carry the old version and the old log-probs, tokens
-    after it the new ones.
+    after it the new ones. A request that starts after it reads no cache of before.
     """
     if not rollout_subject.has(f"in_flight:{how}"):
         pytest.skip(f"{rollout_subject} does not declare in_flight:{how}")
@@ -787,7 +790,12 @@ def test_requests_in_flight_continue_on_new_weights(
         await served.edge.push(stream(model))
         models[served.edge.version] = model
 
-    running, _ = interrupted(served, how, switch, lambda done: len(set(done.versions)) == 2)
+    running, late = interrupted(served, how, switch, lambda done: len(set(done.versions)) == 2)
+    expect.below(
+        error(models[late.versions[0]], LATE, late),
+        tolerance,
+        "the log-prob error of a request that started after the update",
+    )
     for prompt, done in zip(PROMPTS[:2], running, strict=True):
         expect.same(
             (done.finish, len(done.tokens)),
