@@ -93,7 +93,8 @@ def run_ours(settings: dict[str, Any]) -> None:
         **{key: settings[key] for key in ("steps", "prompts_per_step", "samples_per_prompt",
                                           "seed")},
     }  # fmt: skip
-    jobs.train(compose(plugins, [f"{key}={value}" for key, value in options.items()]), plugins)
+    given = [f"{key}={value}" for key, value in options.items()] + settings.get("settings", [])
+    jobs.train(compose(plugins, given), plugins)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["step"] > 0]
     columns = {

@@ -7,8 +7,8 @@ step where all stay.
     python benchmarks/offload_step.py --shape tiny --prompts 2 --samples 2 --tokens 8
 
 Each mode is a job in a process of its own, on random weights, with completions as long
-as allowed. It prints the median of each phase, of every other ``time/*`` metric that a
-step has, and the ratio of whole steps.
+as allowed. It prints the median of each phase, of every other ``time/*`` and
+``memory/*`` metric that a step has, and the ratio of whole steps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
         arguments.settings += ["trackers=[console,jsonl]"]
         with redirect_stdout(sys.stderr):
             rows = run_job(*composed_of(arguments, arguments.folder.parent), arguments.folder)
-        found = {key for row in rows for key in row if key.startswith("time/")}
+        found = {key for row in rows for key in row if key.startswith(("time/", "memory/"))}
         medians = {
             key: statistics.median(row.get(key, 0.0) for row in rows) for key in {*found, *KEYS}
         }
