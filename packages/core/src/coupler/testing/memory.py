@@ -112,16 +112,19 @@ def held_bytes() -> int:
     if on_gpu():
         return torch.cuda.memory_allocated()
 
+    from torch._subclasses import FakeTensor
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     gc.collect()
     found = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
     found += [each.grad for each in found if each.is_leaf and each.grad is not None]
-    # Of a DTensor the part of this rank is found, too. It has the numbers.
+    # Compiled code keeps tensors without numbers. Those of a DTensor are in the part of
+    # this rank, which is found, too.
+    empty = [isinstance(each, FakeTensor) or is_traceable_wrapper_subclass(each) for each in found]
     return storage_bytes(
         each
-        for each in found
-        if each.device.type == "cpu" and not is_traceable_wrapper_subclass(each)
+        for each, nothing in zip(found, empty, strict=True)
+        if each.device.type == "cpu" and not nothing
     )
 
 

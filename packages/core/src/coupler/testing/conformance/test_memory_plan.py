@@ -24,6 +24,9 @@ from coupler.testing.subject import Subject
 # A plan may differ by this share of what is measured, and by these bytes of tables,
 # such as those of rotary embeddings. They weigh in the kit's models alone.
 SHARE, TABLES = 0.15, 32 << 10
+# The plan of a step may be above by this share, since a compiler may take less
+# than single operations.
+MORE = 0.3
 # Libraries hold workspaces of some 32 MiB on a GPU. A model this wide makes them small.
 WIDE: dict[str, Any] = {
     "hidden_size": 2048,
@@ -84,14 +87,14 @@ def held(needs: Needs) -> int:
     return sum(map(total, needs.held.values())) + (0 if on_gpu() else needs.host)
 
 
-def is_foreseen(planned_bytes: int, measured: int, what: str) -> None:
-    """Fail where a plan is too low or too high."""
+def is_foreseen(planned_bytes: int, measured: int, what: str, more: float = SHARE) -> None:
+    """Fail where a plan is too low, or above by more than the share ``more``."""
     if not measured:
         pytest.skip(f"PyTorch allocates nothing of {what}, and the kit measures no other memory")
-    off = abs(planned_bytes - measured)
-    assert off <= SHARE * measured + TABLES, (
-        f"expected a plan of {what} within {SHARE:.0%} of the {measured:,} bytes that were "
-        f"measured, came {planned_bytes:,}"
+    low, high = ((1 - SHARE) * measured - TABLES, (1 + more) * measured + TABLES)
+    assert low <= planned_bytes <= high, (
+        f"expected a plan of {what} from {int(low):,} to {int(high):,} bytes, since {measured:,} "
+        f"were measured, came {planned_bytes:,}"
     )
 
 
@@ -125,7 +128,7 @@ def test_what_a_step_takes_is_planned(
     measured, _ = world.memory([LARGE_STEP] * num_shards, LOSS)
 
     terms = {term.what: term.size for term in peak}
-    is_foreseen(total(peak), measured, f"a step on top of what stays ({terms})")
+    is_foreseen(total(peak), measured, f"a step on top of what stays ({terms})", MORE)
 
 
 @pytest.mark.parametrize("what", ["the step", "the micro-batch"])
