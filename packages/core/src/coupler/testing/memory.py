@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,20 +37,29 @@ LARGE: dict[str, dict[str, Any]] = {
 """Models whose peaks were measured on GPUs, as in ``config.json``."""
 
 
-def measured_batch() -> Batch:
+def measured_batch(
+    tokens: int = TOKENS, length: int = LENGTH, vocab: int = SMALL["vocab_size"]
+) -> Batch:
     """Return a batch whose tokens but the first of each sequence are trained."""
-    lengths = np.full(TOKENS // LENGTH, LENGTH)
-    mask = np.ones(TOKENS, bool)
+    lengths = np.full(tokens // length, length)
+    mask = np.ones(tokens, bool)
     mask[np.cumsum(lengths) - lengths] = False
 
-    tokens = np.random.default_rng(0).integers(0, SMALL["vocab_size"], TOKENS).astype(np.int32)
+    drawn = np.random.default_rng(0).integers(0, vocab, tokens).astype(np.int32)
     weight = (mask / mask.sum()).astype(np.float32)
-    return Batch(lengths, {"tokens": tokens, "loss_mask": mask, "loss_weight": weight})
+    return Batch(lengths, {"tokens": drawn, "loss_mask": mask, "loss_weight": weight})
 
 
 def surprise(outputs: Any, _: Any) -> Any:
     """Return the negative log-prob of each token: a loss without columns."""
     return -outputs["logprobs"], {}
+
+
+def on_gpu() -> bool:
+    """Tell whether memory is measured on a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
@@ -60,7 +70,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
     """
     import torch
 
-    if torch.cuda.is_available():
+    if on_gpu():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -89,6 +99,33 @@ def _allocations(events: Iterable[Any]) -> Iterable[tuple[int, int]]:
         if event.typed[0] == _EventType.Allocation:
             yield event.start_time_ns, event.typed[1].alloc_size
         yield from _allocations(event.children)
+
+
+def held_bytes() -> int:
+    """Return the bytes of the tensors that this process holds.
+
+    On a GPU that is what PyTorch's allocator counts there. On the CPU they are those of
+    all tensors in Python, and of their gradients.
+    """
+    import torch
+
+    if on_gpu():
+        return torch.cuda.memory_allocated()
+
+    from torch._subclasses import FakeTensor
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    gc.collect()
+    found = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    found += [each.grad for each in found if each.is_leaf and each.grad is not None]
+    # Compiled code keeps tensors without numbers. Those of a DTensor are in the part of
+    # this rank, which is found, too.
+    empty = [isinstance(each, FakeTensor) or is_traceable_wrapper_subclass(each) for each in found]
+    return storage_bytes(
+        each
+        for each, nothing in zip(found, empty, strict=True)
+        if each.device.type == "cpu" and not nothing
+    )
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import json
 import os
 import queue
-import random
 import signal
 import socket
 import subprocess
@@ -21,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from importlib import import_module
@@ -37,6 +35,8 @@ from coupler.interfaces import EVERYTHING, Engine, Layout, Output, Part, Rank, S
 from coupler.metrics import Metric, Metrics, merge, read
 from coupler.system.imports import resolve
 from coupler.system.process_memory import resident_bytes
+from coupler.testing.left_alone import generators, left_alone, read_only
+from coupler.testing.memory import held_bytes, peak_bytes
 from coupler.testing.subject import build
 
 Arrays = dict[str, np.ndarray]
@@ -64,7 +64,7 @@ class RankHost:
         return {"shard_of": layout.shard_of, "answers": layout.answers}
 
     def forward(self, batch: str, want: Sequence[Wanted], out: str) -> None:
-        with _left_alone(_read_only(batch)) as given:
+        with left_alone(read_only(batch)) as given:
             done = self.engine.forward(given, _outputs(want))
         done.save(Path(out))
 
@@ -74,7 +74,7 @@ class RankHost:
         """Run one forward_backward and one step. Rank 0 writes the gradient between
         them.
         """
-        with _left_alone(_read_only(batch)) as given:
+        with left_alone(read_only(batch)) as given:
             metrics = self.engine.forward_backward(
                 given, _outputs(want), resolve(loss), StepInfo(**info)
             )
@@ -106,6 +106,20 @@ class RankHost:
         memory = resident_bytes() + self.engine.device_bytes()
         return {"generators": generators(), "bytes": memory}
 
+    def memory(
+        self, batch: str, want: Sequence[Wanted], loss: str, info: Mapping[str, Any]
+    ) -> tuple[int, int]:
+        """Take a step. Return the bytes that it took, and those that this process then
+        holds.
+        """
+        given = read_only(batch)
+
+        def train() -> None:
+            self.engine.forward_backward(given, _outputs(want), resolve(loss), StepInfo(**info))
+            assert self.engine.step().applied, "expected a step to be applied, it was skipped"
+
+        return peak_bytes(train), held_bytes()
+
     def load(self, path: str, what: list[str]) -> None:
         self.engine.load(Path(path), frozenset(map(Part, what)))
 
@@ -131,43 +145,6 @@ class RankHost:
         return names
 
 
-def _read_only(path: str) -> Batch:
-    batch = Batch.load(Path(path))
-    for column in (batch.lengths, *batch.tokens.values(), *batch.seqs.values()):
-        column.flags.writeable = False
-    return batch
-
-
-@contextlib.contextmanager
-def _left_alone(batch: Batch) -> Iterator[Batch]:
-    """Fail where columns of the batch come, go, are replaced or are written into."""
-    columns = dict(batch.tokens), dict(batch.seqs)
-    contents = {name: batch[name].tobytes() for name in (*batch.tokens, *batch.seqs)}
-    yield batch
-
-    for before, after in zip(columns, (batch.tokens, batch.seqs), strict=True):
-        if changed := sorted(
-            name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)
-        ):
-            raise CouplerError(
-                f"expected the columns of the batch as they were, {changed[0]!r} changed."
-            )
-    for name, before in contents.items():
-        if batch[name].tobytes() != before:
-            raise CouplerError(f"expected the column {name!r} as it was, it was written into.")
-
-
-def generators() -> dict[str, str]:
-    """Return a hash of the state of each global random generator, by its name."""
-    states = {
-        "random": repr(random.getstate()),
-        "numpy.random": repr(np.random.get_state()),
-    }
-    if torch := sys.modules.get("torch"):
-        states["torch"] = torch.get_rng_state().numpy().tobytes().hex()
-    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in states.items()}
-
-
 def as_array(tensor: Any) -> np.ndarray:
     """Copy to NumPy what an engine yields, bfloat16 included."""
     if not isinstance(tensor, np.ndarray):
@@ -188,6 +165,7 @@ class World:
     Args:
         deterministic: so are all ranks. Libraries are told that once for a whole
             process, so one rank has its own too.
+        apart: one rank has a process of its own, so that all tensors there are its.
     """
 
     def __init__(
@@ -197,6 +175,7 @@ class World:
         folder: Path,
         deadline_s: float = 240.0,
         deterministic: bool = False,
+        apart: bool = False,
     ) -> None:
         self.num_ranks, self.folder, self.deadline_s = num_ranks, folder, deadline_s
         self.count = 0
@@ -206,7 +185,7 @@ class World:
         whole = Rank(world=num_ranks, rendezvous=rendezvous, deterministic=deterministic)
         ranks = [asdict(replace(whole, index=i)) for i in range(num_ranks)]
 
-        if num_ranks == 1 and not deterministic:
+        if num_ranks == 1 and not (deterministic or apart):
             self.host = RankHost(recipe, ranks[0])
         else:
             self.processes = [
@@ -264,6 +243,16 @@ class World:
         answering = [a for a, counts in zip(answers, self.layout.answers, strict=True) if counts]
         metrics = merge({name: Metric(*m) for name, m in a["metrics"].items()} for a in answering)
         return _read(out), metrics, [a["step"] for a in answers]
+
+    def memory(self, shards: Sequence[Batch], loss: str) -> tuple[int, int]:
+        """Take a step. Return the bytes that it took, and those that are held after it,
+        each of the rank that has most.
+        """
+        info = asdict(StepInfo(sum(s.num_tokens for s in shards), 0))
+        same = {"want": ("logprobs",), "loss": loss, "info": info}
+        answers = self.call("memory", [{"batch": b, **same} for b in self._shared(shards)])
+        peaks, held = zip(*answers, strict=True)
+        return max(peaks), max(held)
 
     def weights(self) -> Arrays:
         return self._streamed("weights")

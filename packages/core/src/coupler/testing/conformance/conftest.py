@@ -50,6 +50,7 @@ NEEDS = {
     "engine_long": ("engine",),
     "engine_split": ("engine",),
     "adapter": ("engine",),
+    "memory_plan": ("engine",),
     "rollout_long": ("rollout",),
     "transport_large": ("transport",),
 }
@@ -249,6 +250,7 @@ def fresh(engine_subject: Subject, tmp_path: Path) -> Iterator[Callable[..., Wor
         num_shards: int = 1,
         head: Head = Head.LM,
         deterministic: bool = False,
+        apart: bool = False,
         **settings: object,
     ) -> World:
         place = tmp_path / f"world-{len(made)}"
@@ -262,6 +264,7 @@ def fresh(engine_subject: Subject, tmp_path: Path) -> Iterator[Callable[..., Wor
                     ranks_for(engine_subject, num_shards),
                     place,
                     deterministic=deterministic,
+                    apart=apart,
                 )
             )
         except TooFewDevices as error:

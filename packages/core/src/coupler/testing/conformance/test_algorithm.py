@@ -18,7 +18,7 @@ from coupler.metrics import Metrics, merge, read, values
 from coupler.system.imports import resolve
 from coupler.testing import expect, toy
 from coupler.testing.cases import RAGGED, make_batch, poisoned
-from coupler.testing.ranks import generators
+from coupler.testing.left_alone import generators
 from coupler.testing.reference import Reference, torch_columns
 from coupler.testing.subject import Subject
 from coupler.worker.train_infer import checked_loss

@@ -18,8 +18,8 @@ from coupler.plugins.manager import Plugins
 from coupler.testing import expect
 from coupler.testing.conformance.test_rollout import error, generate, moved, shortfall, stream
 from coupler.testing.edge import Served
+from coupler.testing.left_alone import generators
 from coupler.testing.models import NUM_SPECIAL, VOCAB, rewrite
-from coupler.testing.ranks import generators
 from coupler.testing.reference import Reference, as_batch
 from coupler.testing.subject import Subject
 
