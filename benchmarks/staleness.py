@@ -1,7 +1,7 @@
 """The reward after as many samples, by how old the weights may be that sampled them.
 
     python benchmarks/staleness.py
-    python benchmarks/staleness.py --modes 0 2 --seeds 10 --steps 40 engine.lr=3e-4
+    python benchmarks/staleness.py --modes 0 1 --lr 1e-3 --steps 20
 
 The job is that of grpo_vs_trl.py, an untrained model of 0.8 M parameters, in each mode
 of tail.py with the same seeds. Every other mode is compared with the first by seed: the
@@ -31,7 +31,7 @@ def rewards_of(mode: str, folder: Path, arguments: argparse.Namespace) -> list[l
     found = []
     for seed in range(arguments.seeds):
         job = {
-            "folder": str(folder), "seed": seed, "steps": arguments.steps, "lr": 1e-3,
+            "folder": str(folder), "seed": seed, "steps": arguments.steps, "lr": arguments.lr,
             "max_tokens": 128, "prompts_per_step": 16, "samples_per_prompt": 8, "threads": 1,
             "settings": settings + arguments.settings,
         }  # fmt: skip
@@ -45,7 +45,8 @@ def main() -> None:
     )
     parser.add_argument("--modes", nargs="+", choices=TRIED, default=TRIED)
     parser.add_argument("--seeds", type=int, default=5, help="at least 2")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("settings", nargs="*", help="KEY=VALUE of all jobs")
     arguments = parser.parse_args()
 
