@@ -40,7 +40,7 @@ WHOLE = (
     "a: &a [*a]\n", BOMB, "--- \nsteps: 5\n---\nsteps: 6\n", "%YAML 9.9\n---\nsteps: 5\n", "%TAG ! x\n---\nsteps: 5\n",
     "steps: 5\n...\nrest\n", "steps: 5 seed: 6\n", "steps=5\n", "steps = 5\n", "{\"steps\": 5,}\n]\n", "{'steps' 5}\n",
     "<xml>steps</xml>\n", "[run]\nsteps = 5\n", "#!/bin/sh\nexit 1\n", "steps: *x\n", "&x steps\n", "- - - a\n",
-    "data:\n  source: [a, b]\n", "data:\n  args: 5\n", "trackers: console\n", "trackers: {a: b}\n",
+    "data:\n  args: 5\n", "trackers: console\n", "trackers: {a: b}\n",
     "trackers: [console, [jsonl]]\n", "trackers: [console, null]\n", "profile: {steps: [1, x]}\n",
     "unknown:\n  deep:\n    deeper: 1\n", "hydra:\n  run: x\n", "defaults:\n  - engine: fsdp\n", "_self_: 1\n",
     "steps: 5\nseed:\n  - 1\n", "critic: 5\n", "critic: {engine: [x]}\n", "critic: {engin: x}\n", "eval: {data: 5}\n",

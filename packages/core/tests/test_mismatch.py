@@ -11,7 +11,8 @@ import pytest
 from toy_run import ToyRun, small
 
 from coupler.batch import Batch
-from coupler.loop.turns import by_cache
+from coupler.config.schema import OnSync, SyncConfig
+from coupler.loop.turns import turns_of
 from coupler.metrics import merge, values
 from coupler.worker.train_infer import OF_REPLICA, mismatch
 
@@ -88,11 +89,18 @@ def test_a_run_logs_them_every_step(tmp_path: Path, max_staleness: int) -> None:
         assert 0 <= step["train_infer/kl"] < 1e-9
 
 
-def test_a_token_on_a_stale_cache_is_of_the_weights_that_made_it() -> None:
-    """Of the rows one went on after an update, one is new, and one is a demonstration
-    between two prompts, which nothing sampled.
+@pytest.mark.parametrize(
+    ("in_flight", "third_row"), [(OnSync.RECOMPUTE, [2, 3, 3]), (OnSync.STALE_KV, [2, 2, 2])]
+)
+def test_a_token_on_a_stale_cache_is_of_the_weights_that_made_it(
+    in_flight: OnSync, third_row: list[int]
+) -> None:
+    """The third row went on after an update, the second is new, and nothing sampled the
+    first.
     """
-    version = np.array([-1, 2, 3, 3, -1, 3, -1, -1, -1], np.int32)
-    batch = by_cache(Batch(np.array([4, 2, 3]), {"version": version}))
-    assert batch["version"].tolist() == [-1, 2, 2, 2, -1, 3, -1, -1, -1]
-    assert batch["version"].dtype == version.dtype
+    version = np.array([-1, -1, -1, 3, -1, 2, 3, 3], np.int32)
+    batch = Batch(np.array([2, 2, 4]), {"version": version})
+    config = small(max_staleness=1, sync=SyncConfig(in_flight=in_flight))
+    turn = turns_of(config, ["policy"], 1, batch, 3)["policy"]
+    assert turn.batch["version"].tolist() == [-1, -1, -1, 3, -1, *third_row]
+    assert turn.batch["version"].dtype == version.dtype

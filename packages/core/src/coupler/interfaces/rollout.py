@@ -152,8 +152,11 @@ class InFlight(StrEnum):
 
     # wait until they are done, which every rollout can do
     DRAIN = "drain"
+    # they end with the tokens that they have
     ABORT = "abort"
+    # they go on after the update, with a cache that the new weights compute
     RECOMPUTE = "recompute"
+    # they go on with their cache, which no request that starts after the update reads
     STALE_KV = "stale_kv"
 
 
