@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import numpy as np
 from tests.faults.faulty import fault
 
 from coupler.batch import Batch
-from coupler.batch.partition import micro_batches
 from coupler.engine_kit.adamw import multiplier
+from coupler.engine_kit.micro_batches import agreed_split, split
 from coupler.interfaces import Head, Loss, Named, Output, Part, Parts, Pending, StepInfo, StepResult
 from coupler.metrics import Metrics, merge
 from coupler.testing.models import EOS
@@ -39,7 +40,8 @@ class Hooked(ToyEngine):
 
     def parts(self, batch: Batch) -> list[Any]:
         """Return the rows of each micro-batch."""
-        return list(micro_batches(batch.lengths, self.config.max_tokens_per_gpu))
+        room = self.config.max_tokens_per_gpu
+        return agreed_split(partial(split, batch, room), room, None, ())
 
     def columns(self, part: Batch) -> dict[str, Any]:
         return columns_of(part)
@@ -373,7 +375,7 @@ def sequences_are_lost_above(above: int) -> type:
     def parts(self: Hooked, batch: Batch) -> list[Any]:
         rows = np.arange(min(above, len(batch)))
         taken = batch.take(rows)
-        return [rows[p] for p in micro_batches(taken.lengths, self.config.max_tokens_per_gpu)]
+        return [rows[p] for p in Hooked.parts(self, taken)]
 
     return type("Lost", (Hooked,), {"parts": parts})
 

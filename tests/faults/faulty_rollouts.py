@@ -175,7 +175,8 @@ def logprobs_wrong(how: str) -> type:
     return telling(WRONG[how])
 
 
-@fault("rollout", low=(-4.0, -8.0, -12.0))
+# Nothing samples a token of -12 nats in time.
+@fault("rollout", low=(-4.0, -8.0))
 def logprobs_clamped(low: float) -> type:
     return telling(lambda s, p, r, t: max(low, float(p[t[-1]])))
 

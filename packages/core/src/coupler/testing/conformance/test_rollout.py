@@ -684,6 +684,8 @@ def paused(
 
         assert not late.done(), "a request was admitted during the pause"
         await during()
+        await asyncio.sleep(0.05)
+        assert not late.done(), "a request was admitted before resume()"
         await rollout.resume()
         return list(await asyncio.gather(*running)), await late
 

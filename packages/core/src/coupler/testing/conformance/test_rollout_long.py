@@ -19,7 +19,7 @@ from coupler.testing import expect
 from coupler.testing.conformance.test_rollout import error, generate, moved, shortfall, stream
 from coupler.testing.edge import Served
 from coupler.testing.left_alone import generators
-from coupler.testing.models import NUM_SPECIAL, VOCAB, rewrite
+from coupler.testing.models import EOS, NUM_SPECIAL, VOCAB, rewrite
 from coupler.testing.reference import Reference, as_batch
 from coupler.testing.subject import Subject
 
@@ -170,7 +170,7 @@ def differing(first: tuple[int, ...], second: tuple[int, ...]) -> int:
 # --- the distribution
 
 
-@pytest.mark.parametrize(("temperature", "count"), [(2.0, 128), (0.9, 16), (0.25, 16)])
+@pytest.mark.parametrize(("temperature", "count"), [(2.0, 128), (0.9, 16), (0.25, 16), (0.1, 16)])
 def test_long_samples_follow_the_distribution(
     served: Served, long_model: Reference, temperature: float, count: int
 ) -> None:
@@ -214,15 +214,18 @@ def statistics(reference: Reference, request: Request, done: Completion) -> dict
 
     order = np.argsort(-p, axis=-1)
     above = np.take_along_axis(p, order, -1).cumsum(-1) - np.take_along_axis(p, order, -1)
-    tail = np.zeros(p.shape, bool)
-    np.put_along_axis(tail, order, above > 0.9, -1)
+    below = np.empty(p.shape)
+    np.put_along_axis(below, order, 1 - above, -1)
 
     ids = np.arange(p.shape[1])
     events = {
         "the surprise": -log_p,
         "the share of tokens that came before": seen.astype(float),
-        "the share of the least likely tenth": tail.astype(float),
+        "the share of the least likely tenth": (below < 0.1).astype(float),
+        # Random numbers of 8 bits or fewer never come so close to 1.
+        "the share of the least likely 0.15 percent": (below < 0.0015).astype(float),
         "the share of special tokens": np.broadcast_to(ids < NUM_SPECIAL, p.shape),
+        "the share of the end": np.broadcast_to(ids == EOS, p.shape),
         "the share of odd ids": np.broadcast_to(ids % 2 == 1, p.shape),
         **{
             f"the share of ids from {low} to {low + RANGE - 1}": np.broadcast_to(
