@@ -59,8 +59,10 @@ def by_cache(batch: Batch) -> Batch:
     """
     version = batch["version"]
     sampled = version >= 0
-    ages = np.where(sampled, version, np.iinfo(version.dtype).max)
-    oldest = batch.spread(np.minimum.reduceat(ages, batch.starts[:-1]))
+    newest = np.iinfo(version.dtype).max
+    known = np.where(sampled, version, newest)
+    first = batch.starts[:-1]
+    oldest = batch.spread(np.minimum.reduceat(known, first))
     return batch.with_tokens(version=np.where(sampled, oldest, version))
 
 

@@ -170,7 +170,15 @@ def differing(first: tuple[int, ...], second: tuple[int, ...]) -> int:
 # --- the distribution
 
 
-@pytest.mark.parametrize(("temperature", "count"), [(2.0, 128), (0.9, 16), (0.25, 16), (0.1, 16)])
+@pytest.mark.parametrize(
+    ("temperature", "count"),
+    [
+        (2.0, 128),
+        (0.9, 16),
+        (0.25, 16),
+        (0.1, 16),
+    ],
+)
 def test_long_samples_follow_the_distribution(
     served: Served, long_model: Reference, temperature: float, count: int
 ) -> None:
@@ -213,7 +221,8 @@ def statistics(reference: Reference, request: Request, done: Completion) -> dict
         seen[i, context[: len(request.prompt) + i]] = True
 
     order = np.argsort(-p, axis=-1)
-    above = np.take_along_axis(p, order, -1).cumsum(-1) - np.take_along_axis(p, order, -1)
+    ordered = np.take_along_axis(p, order, -1)
+    above = ordered.cumsum(-1) - ordered
     below = np.empty(p.shape)
     np.put_along_axis(below, order, 1 - above, -1)
 
