@@ -34,7 +34,7 @@ import torch
 import turns
 from endings import end_by_chance
 from shapes import SHAPES
-from sides import Side, serve
+from sides import Side, serve, spread
 
 from coupler.interfaces import Model, Rank, Request
 
@@ -283,13 +283,8 @@ def middle(rows: list[dict[str, float]], column: str) -> float:
     return statistics.median(row.get(column, 0.0) for row in rows)
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-
-
 def compare(args: argparse.Namespace) -> None:
     os.environ["COUPLER_PLUGINS"] = "turns"
-    args.settings.append("trackers=[jsonl,turns]")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_job(folder, args.shape)
@@ -304,7 +299,7 @@ def compare(args: argparse.Namespace) -> None:
 
         bare: dict[str, list[dict[str, float]]] = {side: [] for side in BARE}
         turns.after += [partial(measure, sides[side], bare[side]) for side in BARE]
-        rows = run_job(*composed_of(args, folder), folder)
+        rows = run_job(*composed_of(args, folder, "trackers=[jsonl,turns]"), folder)
         for side in sides.values():
             side.close()
         report(rows, {side: found[-len(rows) :] for side, found in bare.items()}, args)
@@ -314,12 +309,12 @@ def measure(side: Side, found: list[dict[str, float]]) -> None:
     found.append(side.measure())
 
 
-def composed_of(args: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
+def composed_of(args: argparse.Namespace, folder: Path, *more: str) -> tuple[Any, Any]:
     from coupler.config.compose import compose
     from coupler.plugins.manager import Plugins
 
     plugins = Plugins.load()
-    return compose(plugins, options(args, folder)), plugins
+    return compose(plugins, [*options(args, folder), *more]), plugins
 
 
 def main() -> None:

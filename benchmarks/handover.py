@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 from memory_plan import LOGPROBS, batch_of, surprise, write_weights
 from shapes import SHAPES, write_shape
+from sides import spread
 
 from coupler.batch import Batch
 from coupler.engine_kit.pinned import GIB
@@ -55,11 +57,6 @@ def timed(work: Callable[[], object]) -> float:
     if GPU:
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def spread(seconds: list[float]) -> str:
-    """Return the median, the least and the most."""
-    return f"{statistics.median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
 
 
 def copies(size: int, rounds: int, back: bool) -> list[float]:
@@ -87,8 +84,6 @@ class Way:
         self.size = 0
 
     def __call__(self) -> None:
-        # As after a step, which writes to all that it trains.
-        self.engine._parked.forget()
         before = self.engine._parked.copied
         self.seconds.append(timed(self.move))
         self.size = self.engine._parked.copied - before
@@ -124,16 +119,13 @@ def train(engine: Any, batch: Batch) -> None:
     assert engine.step().applied
 
 
-def steps(
-    engine: Any, batch: Batch, rounds: int, show_calls: bool
-) -> tuple[list[float], list[float]]:
+def steps(engine: Any, batch: Batch, rounds: int) -> tuple[list[float], list[float]]:
     """Return the seconds of a step where the engine stays, and of one with its
     hand-over, by turns.
     """
     park, unpark = ways(engine)
 
-    def train_here() -> None:
-        train(engine, batch)
+    train_here = partial(train, engine, batch)
 
     def train_between() -> None:
         unpark()
@@ -147,16 +139,20 @@ def steps(
         park()
         shared.append(timed(train_between))
         unpark()
-
-    if show_calls:
-        train_here()
-        calls("calls of a step that stays", train_here)
-        park()
-        calls("calls on the way back", unpark)
-        calls("calls of a step after it", train_here)
-        calls("calls on the way to the host", park)
-        unpark()
     return resident, shared
+
+
+def show_calls(engine: Any, batch: Batch) -> None:
+    """Print the calls of CUDA in a step that stays, and in one with its hand-over."""
+    park, unpark = ways(engine)
+    train_here = partial(train, engine, batch)
+    train_here()
+    calls("calls of a step that stays", train_here)
+    park()
+    calls("calls on the way back", unpark)
+    calls("calls of a step after it", train_here)
+    calls("calls on the way to the host", park)
+    unpark()
 
 
 def calls(what: str, work: Callable[[], object]) -> None:
@@ -194,9 +190,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
 
     park, unpark = (Way(engine, move) for move in ways(engine))
     for _ in range(arguments.rounds + 1):
+        # As after a step, which writes to all that it trains.
+        engine._parked.forget()
         park()
         unpark()
-    resident, shared = steps(engine, batch, arguments.rounds, arguments.calls)
+    resident, shared = steps(engine, batch, arguments.rounds)
+    if arguments.calls:
+        show_calls(engine, batch)
     print(f"{engine._parked.allocated / GIB:.2f} GiB of host memory")
     print(f"a step that stays: {spread(resident)} s; with its hand-over: {spread(shared)} s")
     print(f"RESULT step {statistics.median(shared) / statistics.median(resident):.3f}")

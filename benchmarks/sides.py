@@ -8,6 +8,7 @@ once, say when they are ready, and measure when they are told to, one at a time.
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,6 +55,11 @@ class Side:
                 return line.removeprefix(start)
             sys.stderr.write(f"[{self.name}] {line}")
         raise SystemExit(f"{self.name} ended with {self.process.wait()} before it answered")
+
+
+def spread(values: list[float]) -> str:
+    """Return the median, the least and the most."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def serve(measure: Callable[[], dict[str, Any]]) -> None:

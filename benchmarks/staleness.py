@@ -60,11 +60,11 @@ def main() -> None:
             last = [statistics.mean(rewards[-LAST:]) for rewards in found]
             middle = statistics.mean(rewards[arguments.steps // 2] for rewards in found)
             text = f"reward {middle:.3f} half way, {statistics.mean(last):.3f} at the end"
-            first = first or last
-            apart = [mine - its for mine, its in zip(last, first, strict=True)]
-            error = statistics.stdev(apart) / len(apart) ** 0.5
-            if last is not first:
+            if first:
+                apart = [mine - its for mine, its in zip(last, first, strict=True)]
+                error = statistics.stdev(apart) / len(apart) ** 0.5
                 text += f", {statistics.mean(apart):+.3f} (standard error {error:.3f})"
+            first = first or last
             print(f"RESULT {mode}: {text}", flush=True)
 
 

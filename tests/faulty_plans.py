@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, make_dataclass, replace
+from functools import wraps
 from typing import Any
 
 from coupler import Backend, hookimpl
@@ -41,6 +42,19 @@ def fault(test: str) -> Callable[[Fault], Fault]:
     return declare
 
 
+def misread(test: str) -> Callable[[Callable[[Needs], Needs]], Any]:
+    """Declare a fault that changes the right plan."""
+
+    def declare(change: Callable[[Needs], Needs]) -> Any:
+        @wraps(change)
+        def plan(config: FSDPConfig, asked: Asked) -> Needs:
+            return change(FSDPConfig.memory_needs(config, asked))
+
+        return fault(test)(plan)
+
+    return declare
+
+
 def scaled(parts: Mapping[Any, tuple[Term, ...]], by: float) -> dict[Any, tuple[Term, ...]]:
     return {
         part: tuple(replace(term, size=int(by * term.size)) for term in terms)
@@ -48,47 +62,40 @@ def scaled(parts: Mapping[Any, tuple[Term, ...]], by: float) -> dict[Any, tuple[
     }
 
 
-@fault(HOLDS)
-def half_of_what_stays(config: FSDPConfig, asked: Asked) -> Needs:
-    needs = FSDPConfig.memory_needs(config, asked)
+@misread(HOLDS)
+def half_of_what_stays(needs: Needs) -> Needs:
     return replace(needs, held=scaled(needs.held, 0.5))
 
 
-@fault(HOLDS)
-def no_moments(config: FSDPConfig, asked: Asked) -> Needs:
-    needs = FSDPConfig.memory_needs(config, asked)
+@misread(HOLDS)
+def no_moments(needs: Needs) -> Needs:
     held = {part: terms for part, terms in needs.held.items() if part is not Part.OPTIMIZER}
     return replace(needs, held=held)
 
 
-@fault(HOLDS)
-def weights_in_bf16(config: FSDPConfig, asked: Asked) -> Needs:
-    needs = FSDPConfig.memory_needs(config, asked)
+@misread(HOLDS)
+def weights_in_bf16(needs: Needs) -> Needs:
     halved = scaled({Part.PARAMS: needs.held[Part.PARAMS]}, 0.5)
     return replace(needs, held={**needs.held, **halved})
 
 
-@fault(HOLDS)
-def gradients_that_stay(config: FSDPConfig, asked: Asked) -> Needs:
-    needs = FSDPConfig.memory_needs(config, asked)
+@misread(HOLDS)
+def gradients_that_stay(needs: Needs) -> Needs:
     return replace(needs, held={**needs.held, Part.GRADS: needs.held[Part.PARAMS]})
 
 
-@fault(TAKES)
-def half_of_a_step(config: FSDPConfig, asked: Asked) -> Needs:
-    needs = FSDPConfig.memory_needs(config, asked)
+@misread(TAKES)
+def half_of_a_step(needs: Needs) -> Needs:
     return replace(needs, peaks=scaled(needs.peaks, 0.5))
 
 
-@fault(TAKES)
-def twice_a_step(config: FSDPConfig, asked: Asked) -> Needs:
-    needs = FSDPConfig.memory_needs(config, asked)
+@misread(TAKES)
+def twice_a_step(needs: Needs) -> Needs:
     return replace(needs, peaks=scaled(needs.peaks, 2))
 
 
-@fault(TAKES)
-def no_step(config: FSDPConfig, asked: Asked) -> Needs:
-    needs = FSDPConfig.memory_needs(config, asked)
+@misread(TAKES)
+def no_step(needs: Needs) -> Needs:
     peaks = {phase: terms for phase, terms in needs.peaks.items() if phase != Phase.TRAINING}
     return replace(needs, peaks=peaks)
 

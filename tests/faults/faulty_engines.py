@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from tests.faults.faulty import fault
 
 from coupler.batch import Batch
 from coupler.engine_kit.adamw import multiplier
-from coupler.engine_kit.micro_batches import agreed_split, split
 from coupler.interfaces import Head, Loss, Named, Output, Part, Parts, Pending, StepInfo, StepResult
 from coupler.metrics import Metrics, merge
 from coupler.testing.models import EOS
@@ -37,11 +35,6 @@ class Hooked(ToyEngine):
 
     def _outputs(self, batch: Batch, top_k: int = 0) -> dict[str, np.ndarray]:
         return self.altered(batch, super()._outputs(batch, top_k))
-
-    def parts(self, batch: Batch) -> list[Any]:
-        """Return the rows of each micro-batch."""
-        room = self.config.max_tokens_per_gpu
-        return agreed_split(partial(split, batch, room), room, None, ())
 
     def columns(self, part: Batch) -> dict[str, Any]:
         return columns_of(part)
@@ -374,8 +367,7 @@ def a_column(how: str) -> type:
 def sequences_are_lost_above(above: int) -> type:
     def parts(self: Hooked, batch: Batch) -> list[Any]:
         rows = np.arange(min(above, len(batch)))
-        taken = batch.take(rows)
-        return [rows[p] for p in Hooked.parts(self, taken)]
+        return Hooked.parts(self, batch.take(rows))
 
     return type("Lost", (Hooked,), {"parts": parts})
 

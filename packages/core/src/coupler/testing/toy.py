@@ -253,8 +253,7 @@ class ToyEngine(Engine):
         self.grads = {k: np.zeros_like(v) for k, v in self.params.items()}
         metrics = []
 
-        room = self.config.max_tokens_per_gpu
-        for rows in agreed_split(partial(split, batch, room), room, None, ()):
+        for rows in self.parts(batch):
             part = batch.take(rows)
             everything = self._outputs(part)
             out = {o.name: everything[o.name] for o in want}
@@ -265,6 +264,11 @@ class ToyEngine(Engine):
                 self.grads[name] += grad
 
         return merge(metrics)
+
+    def parts(self, batch: Batch) -> list[np.ndarray]:
+        """Return the rows of each micro-batch."""
+        room = self.config.max_tokens_per_gpu
+        return agreed_split(partial(split, batch, room), room, None, ())
 
     def _outputs(self, batch: Batch, top_k: int = 0) -> dict[str, np.ndarray]:
         if self.model.head is not Head.LM:
