@@ -53,7 +53,8 @@ $(UV):
 
 comma := ,
 PYTEST := -m pytest $(if $(FULL),-m '')
-KIT := --pyargs coupler.testing.conformance
+# With five suites on two cores, a start of SGLang took more than the kit's 300 s.
+KIT := --pyargs coupler.testing.conformance --coupler-limit 600
 ONE_MODEL := $(if $(FULL),,$(comma)untied)
 ROLLOUT := (test_rollout or test_pair) $(if $(FULL),,and not long)
 KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy --coupler transport=inproc \

@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,9 @@ def vllm(composed: Any) -> Callable[[list[Request]], float]:
     from coupler_rollout_vllm.compat.engine import sampling_params
 
     config = composed.config
-    llm = LLM(**engine_arguments(config.rollout, Model(config.model.path), Rank(seed=1)))
+    arguments = engine_arguments(config.rollout, Model(config.model.path), Rank(seed=1))
+    del arguments["scheduler_cls"]  # vLLM's own
+    llm = LLM(**arguments)
 
     def generate(requests: list[Request]) -> float:
         inputs: list[Any] = [tokens_input(list(r.prompt)) for r in requests]
@@ -305,7 +307,7 @@ def compare(args: argparse.Namespace) -> None:
         report(rows, {side: found[-len(rows) :] for side, found in bare.items()}, args)
 
 
-def measure(side: Side, found: list[dict[str, float]]) -> None:
+def measure(side: Side, found: list[dict[str, float]], _metrics: Mapping[str, float]) -> None:
     found.append(side.measure())
 
 

@@ -7,32 +7,83 @@ step where all stay.
     python benchmarks/offload_step.py --shape tiny --prompts 2 --samples 2 --tokens 8
 
 Each mode is a job in a process of its own, on random weights, with completions as long
-as allowed. It prints the median of each phase, of every other ``time/*`` and
-``memory/*`` metric that a step has, and the ratio of whole steps.
+as allowed. The jobs start one after the other and then take a step each by turns, so
+that all of them have to fit: one that waits holds what its mode leaves on the device.
+Printed are the median of each phase, of every other ``time/*`` and ``memory/*`` metric
+that a step has, and the ratio of the steps of a turn.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import turns
 from grpo_step import ENGINES, PHASES, WARM_UP, composed_of, run_job, write_job
 from shapes import SHAPES
+from sides import Paced, Side, spread
 
 MODES = ("false", "true", "auto")
+KEYS = ("time/step", *PHASES)
 
 
-def run(mode: str, folder: Path) -> dict[str, float]:
-    """Run the job of one mode in a folder, and return the medians of its metrics."""
-    command = [sys.executable, __file__, *sys.argv[1:], f"--mode={mode}", f"--folder={folder}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800)
-    return json.loads(done.stdout.splitlines()[-1])
+def be_job(arguments: argparse.Namespace) -> None:
+    """Be the job of one mode, whose steps the script asks for."""
+    turns.after.append(Paced())
+    settings = [
+        f"offload={arguments.mode}",
+        f"run_dir={arguments.folder / 'run'}",
+        "trackers=[console,jsonl,turns]",
+    ]
+    # The first step tells that it has started.
+    arguments.steps += 1 + WARM_UP
+    with redirect_stdout(sys.stderr):
+        composed = composed_of(arguments, arguments.folder.parent, *settings)
+        run_job(*composed, arguments.folder)
+
+
+def compare(arguments: argparse.Namespace, folder: Path) -> None:
+    """Let the jobs of all modes take steps by turns, and print them."""
+    write_job(folder, arguments.shape)
+    sides = {
+        mode: Side(__file__, *sys.argv[1:], f"--mode={mode}", f"--folder={folder / mode}").ready()
+        for mode in arguments.modes
+    }
+    rows: dict[str, list[dict[str, float]]] = {mode: [] for mode in sides}
+    for _ in range(WARM_UP + arguments.steps):
+        for mode, side in sides.items():
+            rows[mode].append(side.measure())
+    for side in sides.values():
+        side.close()
+
+    rows = {mode: found[WARM_UP:] for mode, found in rows.items()}
+    for mode, found in rows.items():
+        report(mode, found)
+    first, *others = arguments.modes
+    for mode in others:
+        ratios = [
+            ours["time/step"] / theirs["time/step"]
+            for ours, theirs in zip(rows[mode], rows[first], strict=True)
+        ]
+        print(
+            f"RESULT offload={mode} takes {spread(ratios)} times the step with offload={first}",
+            flush=True,
+        )
+
+
+def report(mode: str, rows: list[dict[str, float]]) -> None:
+    """Print the medians of one mode."""
+    found = {key for row in rows for key in row if key.startswith(("time/", "memory/"))}
+    middle = {key: statistics.median(row.get(key, 0.0) for row in rows) for key in {*found, *KEYS}}
+    split = ", ".join(f"{key.removeprefix('time/')} {middle[key]:.3f}" for key in KEYS)
+    print(f"RESULT offload={mode}: {split} s")
+    for key in sorted(middle.keys() - {*KEYS}):
+        print(f"  {key} {middle[key]:.3f}", flush=True)
 
 
 def main() -> None:
@@ -46,41 +97,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of each completion")
     parser.add_argument("--steps", type=int, default=8, help=f"of each mode, after {WARM_UP}")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["false", "true"])
-    parser.add_argument("--mode", choices=MODES, help="be one job; the script starts both")
+    parser.add_argument("--mode", choices=MODES, help="be one job; the script starts them")
     parser.add_argument("--folder", type=Path, help="of one job, beside the model")
-    parser.add_argument("settings", nargs="*", help="KEY=VALUE of the job")
+    parser.add_argument("settings", nargs="*", help="KEY=VALUE of the jobs")
     arguments = parser.parse_args()
 
     if arguments.mode:
-        arguments.steps += WARM_UP
-        arguments.settings += [f"offload={arguments.mode}", f"run_dir={arguments.folder / 'run'}"]
-        arguments.settings += ["trackers=[console,jsonl]"]
-        with redirect_stdout(sys.stderr):
-            rows = run_job(*composed_of(arguments, arguments.folder.parent), arguments.folder)
-        found = {key for row in rows for key in row if key.startswith(("time/", "memory/"))}
-        medians = {
-            key: statistics.median(row.get(key, 0.0) for row in rows) for key in {*found, *KEYS}
-        }
-        print(json.dumps(medians))
+        be_job(arguments)
         return
-
-    steps = {}
+    os.environ["COUPLER_PLUGINS"] = "turns"
     with tempfile.TemporaryDirectory() as name:
-        write_job(Path(name), arguments.shape)
-        for mode in arguments.modes:
-            medians = run(mode, Path(name) / mode)
-            steps[mode] = medians["time/step"]
-            split = ", ".join(f"{key.removeprefix('time/')} {medians[key]:.3f}" for key in KEYS)
-            print(f"RESULT offload={mode}: {split} s")
-            for key in sorted(medians.keys() - {*KEYS}):
-                print(f"  {key} {medians[key]:.3f}", flush=True)
-    first = arguments.modes[0]
-    for mode in arguments.modes[1:]:
-        ratio = steps[mode] / steps[first]
-        print(f"RESULT offload={mode} takes {ratio:.3f} of the step with offload={first}")
-
-
-KEYS = ("time/step", *PHASES)
+        compare(arguments, Path(name))
 
 
 if __name__ == "__main__":

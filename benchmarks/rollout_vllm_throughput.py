@@ -77,7 +77,9 @@ def through_vllm(folder: Path, config: VLLMConfig, requests: list[Request]) -> N
     from coupler_rollout_vllm.arguments import engine_arguments
     from coupler_rollout_vllm.compat.engine import sampling_params
 
-    llm = LLM(**engine_arguments(config, Model(str(folder)), Rank(seed=1)))
+    arguments = engine_arguments(config, Model(str(folder)), Rank(seed=1))
+    del arguments["scheduler_cls"]  # vLLM's own
+    llm = LLM(**arguments)
     prompts: list[Any] = [tokens_input(list(r.prompt)) for r in requests]
     params = [sampling_params(r, 0, r.max_tokens, config.per_request_seeds) for r in requests]
     for each in params:

@@ -11,7 +11,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 READY, ANSWER = "SIDE READY", "SIDE ANSWER "
@@ -46,7 +46,7 @@ class Side:
         """Let it end, and wait for it."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(60)
+        self.process.wait(300)
 
     def _read(self, start: str) -> str:
         assert self.process.stdout is not None
@@ -67,3 +67,19 @@ def serve(measure: Callable[[], dict[str, Any]]) -> None:
     print(READY, flush=True)
     for _ in sys.stdin:
         print(ANSWER + json.dumps(measure()), flush=True)
+
+
+class Paced:
+    """The process's end where what it does goes on by itself, a step each time that it
+    is asked. Call it with what to answer after each step.
+    """
+
+    def __init__(self) -> None:
+        self.out = sys.stdout
+        self.started = False
+
+    def __call__(self, found: Mapping[str, Any]) -> None:
+        answer = ANSWER + json.dumps(dict(found)) if self.started else READY
+        self.started = True
+        print(answer, file=self.out, flush=True)
+        sys.stdin.readline()

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from coupler import Backend, Tracker, hookimpl
 
-after: list[Callable[[], object]] = []
-"""What is called after each step."""
+after: list[Callable[[Mapping[str, float]], object]] = []
+"""What is called after each step, with its metrics."""
 
 
 class Turns(Tracker):
@@ -19,7 +19,7 @@ class Turns(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for each in after:
-            each()
+            each(values)
 
 
 @hookimpl

@@ -15,7 +15,6 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from itertools import chain
 from math import inf
 from typing import Any
 
@@ -49,6 +48,53 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Gathered:
+    """Collect what a request samples until it is sent.
+
+    The scheduler's process handles each token of each request. It therefore keeps
+    nothing of a step but the token and its log-prob.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.tokens: list[int] = []
+        # The last tokens' log-probs, as long as each came alone.
+        self.alone: list[float] = []
+        # The log-probs before those.
+        self.logprobs: list[Any] = []
+        # Pieces of [fed, layers, topk].
+        self.experts: list[np.ndarray] = []
+
+    def add(self, output: Any) -> None:
+        """Take the output of one step."""
+        self.last = output
+        self.steps += 1
+        found = output.new_logprobs
+        if found is not None and found.logprobs.size == 1:
+            self.alone.append(found.logprobs.item())
+        elif found is not None:
+            self._close()
+            self.logprobs.append(found)
+        self.tokens += output.new_token_ids
+        if output.routed_experts is not None:
+            self.experts.append(output.routed_experts)
+
+    def _close(self) -> None:
+        """Let other log-probs follow those that came alone."""
+        if self.alone:
+            tokens = self.tokens[-len(self.alone) :]
+            self.logprobs.append(vllm.logprobs_alone(tokens, self.alone))
+            self.alone = []
+
+    def joined(self) -> Any:
+        """Return one output that holds all of them."""
+        self._close()
+        self.last.new_token_ids = self.tokens
+        self.last.new_logprobs = vllm.join_logprobs(self.logprobs) if self.logprobs else None
+        self.last.routed_experts = np.concatenate(self.experts) if self.experts else None
+        return self.last
+
+
 class Gathering:
     """Mix into a scheduler that holds outputs back until a request ends.
 
@@ -57,8 +103,8 @@ class Gathering:
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        # Outputs of running requests, in order.
-        self.held: defaultdict[str, list[Any]] = defaultdict(list)
+        # By running request.
+        self.held: defaultdict[str, Gathered] = defaultdict(Gathered)
         # Whole outputs that wait to be sent.
         self.ended: list[Any] = []
         # Steps that all of them can still wait.
@@ -71,7 +117,7 @@ class Gathering:
 
         for sent in clients.values():
             for part in sent.outputs:
-                self.held[part.request_id].append(part)
+                self.held[part.request_id].add(part)
                 if part.finish_reason is not None:
                     self._end(part.request_id)
             sent.outputs = []
@@ -91,9 +137,9 @@ class Gathering:
 
     def _end(self, name: str) -> None:
         """Queue the joined output of a request that ended or was paused."""
-        parts = self.held.pop(name)
-        self.ended.append(joined(parts))
-        self.patience = min(self.patience, LATE * len(parts))
+        gathered = self.held.pop(name)
+        self.ended.append(gathered.joined())
+        self.patience = min(self.patience, LATE * gathered.steps)
 
     def has_requests(self) -> bool:
         """Tell if the engine has to step, also to give out what ended or was paused."""
@@ -106,15 +152,3 @@ class Gathering:
         for name in self.held.keys() - self.requests.keys():  # type: ignore[attr-defined]
             del self.held[name]
         return done
-
-
-def joined(parts: list[Any]) -> Any:
-    """Join all that a request produced in several steps into one output."""
-    last = parts[-1]
-    logprobs = [part.new_logprobs for part in parts if part.new_logprobs is not None]
-    last.new_logprobs = vllm.join_logprobs(logprobs) if logprobs else None
-    if len(parts) > 1:
-        last.new_token_ids = list(chain.from_iterable(part.new_token_ids for part in parts))
-        experts = [part.routed_experts for part in parts if part.routed_experts is not None]
-        last.routed_experts = np.concatenate(experts) if experts else None
-    return last

@@ -42,6 +42,14 @@ def says_more(sent: Any) -> bool:
     return bool(sent.finished_requests or sent.scheduler_stats or sent.utility_output)
 
 
+def logprobs_alone(tokens: list[int], logprobs: list[float]) -> Any:
+    """Make the log-probs of tokens of which no others came with them."""
+    from vllm.v1.outputs import LogprobsLists
+
+    ids, values = np.array(tokens, np.int32), np.array(logprobs, np.float32)
+    return LogprobsLists(ids[:, None], values[:, None], np.empty(0, np.int32), None)
+
+
 def join_logprobs(parts: list[Any]) -> Any:
     """Join the log-probs of several steps of a request, as if they were of one step.
 
