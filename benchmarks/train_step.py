@@ -124,6 +124,21 @@ def surrogate(out: Columns, batch: Columns) -> tuple[torch.Tensor, Metrics]:
     }
 
 
+def updated_bytes(engine: FSDPEngine) -> int:
+    """Return the bytes that an update has to read and write: master weights and two
+    moments both ways, the gradient, and the copy that layers compute with.
+    """
+    optimizer = engine._optimizer
+    assert optimizer is not None
+    total = 0
+    for shard in optimizer.elementwise.values():
+        grad, copy = engine.masters.gradient_of(shard), engine.masters.copy_of(shard)
+        assert grad is not None
+        written = 0 if copy is shard else copy.itemsize
+        total += shard.numel() * (3 * 2 * shard.itemsize + grad.itemsize + written)
+    return total
+
+
 def run_engine(
     folder: Path,
     settings: Mapping[str, object],
@@ -154,6 +169,17 @@ def run_engine(
     flops = sum(model_flops(parameters, batch.lengths) for batch in batches[3:])
     note = f"first step {first:.0f} s, {again} graphs compiled later"
     _report("engine=fsdp", settings, peak, flops, seconds, steps - 3, note)
+    times, size = [], 0
+    for batch in batches[:5]:
+        engine.forward_backward(batch, want, surrogate, StepInfo(batch.num_tokens, 0))
+        size = updated_bytes(engine)
+        times.append(_timed(engine.step))
+    taken, bound = statistics.median(times), size / copy_bandwidth()
+    print(
+        f"RESULT optimizer step: {1e3 * taken:.1f} ms, {taken / bound:.2f} times its "
+        f"{size / 1e9:.1f} GB at the rate of a copy",
+        flush=True,
+    )
     if out is not None:
         _profile(lambda: train(batches[0], batches[1]), out)
 
