@@ -8,10 +8,13 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as gathering
 from helpers import WANT, arrays, info, loss, make_batch, make_engine, parameter_bytes
 from test_ranks import SETTINGS, STEPS
 
@@ -20,6 +23,18 @@ from coupler.errors import CouplerError
 from coupler.interfaces import EVERYTHING, Rank
 from coupler_engine_fsdp.engine import FSDPEngine
 from coupler_engine_fsdp.weights import local
+
+gathers = 0
+
+
+def counted(*args: Any, gather: Callable[..., Any] = gathering.foreach_all_gather, **named: Any):
+    """Gather the weights of a module, and count it."""
+    global gathers
+    gathers += 1
+    return gather(*args, **named)
+
+
+gathering.foreach_all_gather = counted
 
 
 def main(job: dict, index: int) -> None:
@@ -41,6 +56,8 @@ def main(job: dict, index: int) -> None:
             engine.save(made(Path(f"{job['save']}-{name}")), EVERYTHING).wait(60)
         report["steps"].append(hurt(engine, rank))
         report["too_long"] = too_long(engine, rank)
+        states = [module._get_fsdp_state() for module in engine.modules]
+        report["modules"] = sum(state._fsdp_param_group is not None for state in states)
         report["bytes"] = parameter_bytes(engine)
         (out / f"{name}.json").write_text(json.dumps(report))
     (out / "port.json").write_text(json.dumps(listening(int(job["rendezvous"].rpartition(":")[2]))))
@@ -91,11 +108,13 @@ def train(
     engine.forward(
         shard(batch, rank), WANT
     )  # leaves nothing gathered behind that the step would not change
+    before = gathers
     engine.forward_backward(shard(batch, rank), WANT, loss, info(batch, index))
+    during = gathers - before
     if grads:
         np.savez(grads, **arrays(engine.gradients()))
     result = engine.step()
-    return [result.applied, result.grad_norm]
+    return [result.applied, result.grad_norm, during]
 
 
 def moved(folder: Path, rank: Rank, moves: bool) -> dict[str, np.ndarray]:

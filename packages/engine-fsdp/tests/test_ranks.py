@@ -190,6 +190,16 @@ def test_ranks_step_as_one(runs, folder_of: Folder, world: int, case: str) -> No
             np.testing.assert_allclose(got[name], tensor, atol=near, err_msg=name)
 
 
+def test_weights_that_stay_gathered_cross_once_a_step(runs) -> None:
+    """However many micro-batches a step has. Other weights cross for each pass."""
+    for out in (out for outs in runs.values() for out in outs):
+        kept, sharded = (
+            json.loads((out / f"{case}.json").read_text()) for case in ("kept-gathered", "sharded")
+        )
+        assert [step[2] for step in kept["steps"][:STEPS]] == [kept["modules"]] * STEPS
+        assert all(step[2] > 2 * sharded["modules"] for step in sharded["steps"][:STEPS])
+
+
 def test_every_rank_refuses_a_sequence_that_is_too_long_for_one(runs) -> None:
     for outs in runs.values():
         for out in outs:

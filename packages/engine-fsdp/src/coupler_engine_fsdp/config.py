@@ -120,7 +120,7 @@ class FSDPConfig(LoRAConfig):
     """
     reshard_after_forward: bool = no_effect(True)
     """Gather weights again for the backward pass. It takes less memory and more
-    traffic.
+    traffic. false gathers them once for all micro-batches of an optimizer step.
     """
     sync_every_micro_batch: bool = no_effect(True)
     """Reduce gradients after each micro-batch. false reduces them once a step and holds

@@ -182,8 +182,12 @@ class FSDPEngine(Engine):
         # On one rank the gradient is whole anyway, so reducing it often saves nothing.
         every = self.config.sync_every_micro_batch and self.mesh.size() > 1
         for i, group in enumerate(groups):
+            last = i == len(groups) - 1
             for module in self.modules:
-                module.set_requires_gradient_sync(every or i == len(groups) - 1, recurse=False)
+                module.set_requires_gradient_sync(every or last, recurse=False)
+                module.set_reshard_after_backward(
+                    last or self.config.reshard_after_forward, recurse=False
+                )
             parts.append(self._backward(batch.take(group), want, loss))
 
         # The norm is queued here, so that one wait for the device serves both.
