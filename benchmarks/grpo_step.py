@@ -144,9 +144,9 @@ def bare_generate(composed: Any, args: argparse.Namespace) -> None:
 
 def vllm(composed: Any) -> Callable[[list[Request]], float]:
     """Start vLLM, and return a function that takes the time of requests."""
-    from coupler_rollout_vllm.compat.version import prepare
+    from coupler_rollout_vllm.compat.version import prepare_process
 
-    prepare()  # before the first import of vLLM
+    prepare_process()  # before the first import of vLLM
     from vllm import LLM
     from vllm.inputs import tokens_input
 

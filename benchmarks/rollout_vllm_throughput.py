@@ -68,9 +68,9 @@ def through_coupler(folder: Path, config: Any, requests: list[Request]) -> None:
 
 
 def through_vllm(folder: Path, config: VLLMConfig, requests: list[Request]) -> None:
-    from coupler_rollout_vllm.compat.version import prepare
+    from coupler_rollout_vllm.compat.version import prepare_process
 
-    prepare()  # before the first import of vLLM
+    prepare_process()  # before the first import of vLLM
     from vllm import LLM
     from vllm.inputs import tokens_input
 

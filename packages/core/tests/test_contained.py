@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -32,6 +34,9 @@ def segfaults(): os.kill(os.getpid(), signal.SIGSEGV)
 def kills_parent(): os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)
 def raises(): raise SystemExit("no")
 def hangs(): time.sleep(1000)
+def works():
+    while time.process_time() < 0.3: pass
+    return 1
 def prints():
     while True: print("x" * 1000)
 def is_large(): return "x" * 2_000_000
@@ -106,6 +111,35 @@ def test_what_a_call_leaves_ends_with_it(tmp_path: Path) -> None:
     while _is_alive(int((tmp_path / "left").read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """One processor for this process, which twenty others want too."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    # Linux shares processors among sessions first.
+    spin = [sys.executable, "-c", "while True: pass"]
+    spinning = [subprocess.Popen(spin, start_new_session=True) for _ in range(20)]
+    yield
+    for process in spinning:
+        process.kill()
+        process.wait(30.0)
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="Linux tells")
+@pytest.mark.usefixtures("busy")
+def test_a_call_has_its_time_on_a_busy_machine(tmp_path: Path) -> None:
+    """A plugin that a run named was refused there, since its import took five seconds.
+
+    One that hangs is ended all the same.
+    """
+    start = time.monotonic()
+    answers = Contained({"works": call("works"), "hangs": call("hangs")}, 1.0).all()
+    assert answers["works"].value == 1
+    assert answers["hangs"].hung
+    assert time.monotonic() - start > 1.0
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, ProcessLookupError])

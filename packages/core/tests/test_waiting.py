@@ -98,6 +98,7 @@ BOUNDED = {  # file, call: what ends it
     ("gate.py", "self.server.accept()"): "its socket, which does not block",
     ("nccl.py", "work.wait()"): "it is done by then, or only queued on a stream",
     ("weights.py", "work.wait()"): GROUP,
+    ("starting.py", "engine.result()"): "it has ended by then",
     ("parked.py", "preparing.result()"): "the system, which maps memory or refuses it",
     ("checkpoint.py", "self._copied.get()"): "the None that the other thread always puts",
     ("toy.py", "self.admits.wait()"): RESUMED,

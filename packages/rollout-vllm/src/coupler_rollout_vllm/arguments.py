@@ -13,7 +13,7 @@ from coupler_rollout_vllm.config import CPU_CACHE_GIB, FP32_ADAPTER, Precision, 
 
 GIB = 1 << 30
 DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
-WORKER = "coupler_rollout_vllm.worker.extension.WorkerExtension"
+WORKER = "coupler_rollout_vllm.worker.gate.WorkerExtension"
 SCHEDULER = "coupler_rollout_vllm.scheduler.scheduler"
 
 

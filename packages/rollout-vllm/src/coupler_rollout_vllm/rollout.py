@@ -24,8 +24,9 @@ from coupler.interfaces import Memory, Model, Rank, Request, WeightUpdate
 from coupler_rollout_vllm.arguments import engine_arguments
 from coupler_rollout_vllm.client import Client, Running
 from coupler_rollout_vllm.compat import engine as vllm
-from coupler_rollout_vllm.compat.version import prepare
+from coupler_rollout_vllm.compat.version import prepare_process
 from coupler_rollout_vllm.config import bad_temperature
+from coupler_rollout_vllm.starting import Starting
 
 ENDS_S = 10.0
 """Seconds within which an engine ends after its worker died."""
@@ -43,12 +44,19 @@ class VLLMRollout(GatedRollout):
             PluginError: vLLM is not installed, or outside the tested range.
         """
         super().__init__(config, model)
-        prepare()
+        prepare_process()
+        vllm.import_engine()
 
         self.names = count()
+        self.starting: Starting | None = None
         self.engine: Any = None
         self.end: Callable[[], object] | None = None
         self.watch: asyncio.Task[None] | None = None
+
+    async def prepare(self, rank: Rank) -> None:
+        """Start the engine, which waits before it takes a device."""
+        self.close()
+        self.starting = Starting(engine_arguments(self.config, self.model, rank))
 
     async def setup(self, rank: Rank) -> int:
         """Start the engine with random weights. An engine that died is started again.
@@ -56,10 +64,13 @@ class VLLMRollout(GatedRollout):
         Raises:
             CouplerError: vLLM did not start; its own log lines say why.
         """
-        self.close()
+        if self.starting is None:
+            await self.prepare(rank)
         self.begin(rank)
 
-        self.engine = vllm.start(engine_arguments(self.config, self.model, rank))
+        assert self.starting
+        starting, self.starting = self.starting, None
+        self.engine = await starting.ready()
         # The engine ends with this process at the latest.
         self.end = finalize(self, vllm.stop, self.engine)
         self.client = Client(self.engine)
@@ -239,5 +250,8 @@ class VLLMRollout(GatedRollout):
 
     def close(self) -> None:
         """End the engine's processes."""
+        if self.starting is not None:
+            self.starting.give_up()
+            self.starting = None
         if self.end is not None:
             self.end()

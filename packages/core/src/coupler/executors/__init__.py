@@ -40,9 +40,8 @@ class Executor(Protocol):
         ...
 
     async def locate(self, handles: Sequence[Handle], ranks: Sequence[Rank]) -> list[Rank]:
-        """Wait until the objects exist, and return ``ranks`` with node and devices.
-
-        Several ranks get a rendezvous too.
+        """Wait until the objects exist, and return ``ranks`` with node and devices, and
+        several of them with a rendezvous too.
         """
         ...
 

@@ -29,9 +29,7 @@ class RolloutConfig:
 
     @property
     def devices_per_replica(self) -> int:
-        """Return the number of devices, all of one node, that share one copy of the
-        model.
-        """
+        """Return how many devices, all of one node, share one copy of the model."""
         return 1
 
     @property
@@ -176,6 +174,13 @@ class Rollout(ABC):
 
     def __init__(self, config: Any, model: Model) -> None:
         self.config, self.model = config, model
+
+    async def prepare(self, rank: Rank) -> None:
+        """Start processes and what they import, without memory of a device.
+
+        Core calls it before engines load. It returns soon, and :meth:`setup` or
+        :meth:`close` follows. The default does nothing.
+        """
 
     @abstractmethod
     async def setup(self, rank: Rank) -> int:

@@ -51,6 +51,10 @@ class RolloutSide(Protocol):
         """Model workers over all living replicas."""
         ...
 
+    async def prepare(self) -> None:
+        """Start the processes of every replica, without memory of a device."""
+        ...
+
     async def setup(self) -> None:
         """Start every replica, with dummy weights."""
         ...
@@ -194,9 +198,7 @@ class ShardingManager(ABC):
     def weight_update(
         self, version: int, *, permuted: bool = False, attempt: int = 0, adapter: bool = False
     ) -> WeightUpdate:
-        """Describe one transfer to both sides, with the fields of
-        :class:`WeightUpdate`.
-        """
+        """Describe one transfer to both sides. See :class:`WeightUpdate`."""
         return WeightUpdate(
             version=version,
             format=self.weight_format,

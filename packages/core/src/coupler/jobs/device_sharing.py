@@ -55,8 +55,8 @@ async def start(
 ) -> None:
     """Set up the engines, and then the rollouts that ``weights`` go to, if any do.
 
-    A rollout takes its share of the free memory, so that it comes last. The judge comes
-    before it.
+    A rollout takes its share of the free memory, so that it comes last, and the judge
+    before it. What needs no memory of a device they do while engines load.
 
     Args:
         plan: where rollouts and judge have devices of their own by it, they start while
@@ -75,6 +75,11 @@ async def start(
         if weights:
             log.info("loading the rollout")
             await residency.start("rollout", weights.setup)
+
+    if opinions.judge:
+        await opinions.judge.prepare()
+    if weights:
+        await weights.rollouts.prepare()
 
     if plan and plan.placement is Placement.DISJOINT:
         await together((start_engines(), start_rollouts()))

@@ -70,9 +70,7 @@ class EngineGroup:
         return await self.executor.each(self.ranks, method, [args] * len(self.ranks))
 
     async def bind(self, transport: str) -> list[Endpoint]:
-        """Open ``transport`` on every rank, once it is set up, and return the address
-        of each.
-        """
+        """Open ``transport`` on each rank once it is set up, and return its address."""
         await self.is_set_up.wait()
         return await self.all("bind", transport)
 
@@ -101,9 +99,7 @@ class EngineGroup:
         await self.all("save", folder, what)
 
     async def saved(self) -> list[FileHashes | None]:
-        """Return the hashes of each rank's files, and None for a rank that still
-        writes.
-        """
+        """Return the hashes of each rank's files, or None if it still writes."""
         return await self.all("saved")
 
     async def export(self, folder: Path, source: Path) -> None:

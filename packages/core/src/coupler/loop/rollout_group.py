@@ -100,14 +100,19 @@ class RolloutGroup:
     def _living(self) -> list[int]:
         return [i for i in range(len(self.replicas)) if i not in self.dead]
 
-    async def setup(self) -> None:
-        """Start every replica.
+    async def prepare(self) -> None:
+        """Start the processes of every replica, without memory of a device."""
+        await self._each("prepare")
 
-        Each replica is a world of its own, so its rank is 0 of 1.
-        """
+    async def setup(self) -> None:
+        """Start every replica."""
+        self.num_workers = await self._each("setup")
+
+    async def _each(self, method: str) -> list[Any]:
+        """Call a method of every replica, which is rank 0 of a world of its own."""
         self.ranks = await self.executor.locate(self.replicas, self.ranks)
         alone = [(self._alone(i),) for i in range(len(self.ranks))]
-        self.num_workers = await self.executor.each(self.replicas, "setup", alone)
+        return await self.executor.each(self.replicas, method, alone)
 
     def _alone(self, index: int) -> Rank:
         return replace(self.ranks[index], index=0, world=1, rendezvous="")

@@ -97,9 +97,7 @@ class Router:
         return index, cost
 
     def finish(self, request: Request, index: int, cost: int, done: Any) -> None:
-        """Take the cost of a request back, and learn from ``done`` if it is a
-        completion.
-        """
+        """Take back the cost of a request, and learn from ``done`` if it completed."""
         self.outstanding[index] -= cost
         if not isinstance(done, Completion):
             return

@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from coupler.system.child import Answer, Call, be_child, ending, shield, shortened, write_line
 from coupler.system.process_memory import resident_bytes
+from coupler.system.processes import queued_seconds
 from coupler.system.reaping import adopt_orphans, children, kill_children
 
 # of one call
@@ -44,7 +45,8 @@ BOOT = (
 
 
 class Contained:
-    """Runs calls, at most ``parallel`` at once, each for at most ``limit_s``.
+    """Runs calls, at most ``parallel`` at once, each for at most ``limit_s``, without
+    the time for which it waits for a processor.
 
     Args:
         calls: by any name.
@@ -77,17 +79,9 @@ class Contained:
         if not waiting:
             return {}
 
-        ready, _, _ = select.select(
-            waiting,
-            [],
-            [],
-            seconds
-            if seconds is None
-            else max(
-                0,
-                seconds,
-            ),
-        )
+        if seconds is not None:
+            seconds = max(0, seconds)
+        ready, _, _ = select.select(waiting, [], [], seconds)
         answers: dict[str, Answer] = {}
         for supervisor in [s for s in self._supervisors if s.answers in ready]:
             answers |= supervisor.read()
@@ -398,9 +392,11 @@ def _answer(child: _Child) -> Answer | None:
                 child.tail,
             )
         )
-    if time.monotonic() > child.deadline:
+    below = list(children(child.pid))
+    queued = max(map(queued_seconds, below), default=0.0)
+    if time.monotonic() - queued > child.deadline:
         return Answer(error="it takes too long", hung=True)
-    held = sum(resident_bytes(pid) for pid in children(child.pid))
+    held = sum(map(resident_bytes, below))
     if held > child.memory + MAX_MEMORY_BYTES:
         return Answer(error=f"it takes more than {MAX_MEMORY_BYTES >> 30} GiB of memory")
     return None

@@ -66,6 +66,15 @@ class Process:
                 os.kill(self.pid, signal.SIGKILL)
 
 
+def queued_seconds(pid: int) -> float:
+    """Return for how long the first thread of a process waited for a processor."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    # It may end while it is read, and some kernels do not count.
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def die_with_parent() -> None:
     """Let the system end this process with the thread that started it."""
     if sys.platform == "linux":

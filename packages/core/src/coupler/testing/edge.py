@@ -67,8 +67,12 @@ class Served:
     def __init__(self, rollout: Rollout, transport: Backend) -> None:
         self.rollout = rollout
         self.runner = asyncio.Runner()
-        self.num_workers = self.runner.run(rollout.setup(Rank(seed=1)))
+        self.num_workers = self.runner.run(self._start())
         self.edge = Edge(transport, rollout, self.num_workers)
+
+    async def _start(self) -> int:
+        await self.rollout.prepare(Rank(seed=1))
+        return await self.rollout.setup(Rank(seed=1))
 
     def run(self, work: Callable[[], Any], deadline_s: float = 120.0) -> Any:
         """Run the coroutine that ``work`` makes, within the deadline."""

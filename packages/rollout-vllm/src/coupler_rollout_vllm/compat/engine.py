@@ -9,6 +9,7 @@ import os
 import time
 from copy import copy
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_args
 
 from coupler.engine_kit import derive
@@ -36,10 +37,15 @@ def quantization(name: str) -> str:
     return next(known for known in QUANTIZATIONS[name] if known in QUANTIZATION_METHODS)
 
 
+def import_engine() -> None:
+    """Import what :func:`start` needs."""
+    import_module("vllm.v1.engine.async_llm")
+
+
 def start(arguments: dict[str, Any]) -> Any:
     """Start an engine, whose scheduler and model workers get processes of their own.
 
-    Call :func:`~coupler_rollout_vllm.compat.version.prepare` first.
+    Call :func:`~coupler_rollout_vllm.compat.version.prepare_process` first.
 
     Raises:
         MemoryError: the device has too little memory for it.

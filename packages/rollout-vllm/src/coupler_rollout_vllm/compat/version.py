@@ -51,7 +51,7 @@ def installed() -> tuple[str, str]:
     )
 
 
-def prepare() -> None:
+def prepare_process() -> None:
     """Check vLLM's version, and set the variables that it reads when it is imported.
 
     Its scheduler and model workers inherit them; a variable that is set already stays.

@@ -143,7 +143,9 @@ class OnRay:
         return handle
 
     async def locate(self, handles: Sequence[Handle], ranks: Sequence[Rank]) -> list[Rank]:
-        places = await self._started(handles)
+        if new := [handle for handle in handles if handle in self.starting]:
+            await self._started(new)
+        places = [self.places[handle] for handle in handles]
         rendezvous = f"{places[0].node}:{places[0].port}" if len(handles) > 1 else ""
         slots = self.slots[handles[0].role]
         return [
@@ -151,13 +153,12 @@ class OnRay:
             for rank, slot in zip(ranks, slots, strict=True)
         ]
 
-    async def _started(self, handles: Sequence[Handle]) -> list[Place]:
+    async def _started(self, handles: Sequence[Handle]) -> None:
         places: list[Place] = await self._gather(
             handles, "start", [self.starting.pop(handle) for handle in handles]
         )
         self.places |= dict(zip(handles, places, strict=True))
         self.watches += [asyncio.create_task(self._watch(handle)) for handle in handles]
-        return places
 
     async def revive(self, handle: Handle) -> Handle:
         if handle not in self.lost:
