@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
+
+from coupler.engine_kit.inference.gate import opens
 
 VARIABLE = "COUPLER_SGLANG"
 """The environment variable that an engine's processes inherit from the one that starts
@@ -23,6 +26,8 @@ class Wanted:
     per_request_seeds: bool = True
     quantization: str = ""
     routed_experts: bool = False
+    gate: str = ""
+    """Path of the gate at which schedulers wait before they take a device."""
 
     def announce(self) -> None:
         """Write it down for the processes that this one starts."""
@@ -49,6 +54,8 @@ def install() -> None:
     sglang.hook_answer(receiver.answered)
     sglang.hook_facts(receiver.facts)
     sglang.hook_adapters(empty_adapter)
+    if wanted.gate:
+        sglang.hook_worker(partial(wait_at, wanted.gate))
     if wanted.per_request_seeds:
         sglang.hook_seeds(with_seeds)
     if wanted.routed_experts:
@@ -56,6 +63,13 @@ def install() -> None:
     if wanted.quantization:
         sglang.hook_quantization(quantized.quantise_once)
         sglang.hook_cache_scales(quantized.without_scales)
+
+
+def wait_at(gate: str, original: Any, *args: Any, **options: Any) -> None:
+    """Make a worker once the gate is open, or end with nobody to work for."""
+    if not opens(gate):
+        os._exit(1)
+    original(*args, **options)
 
 
 def no_stop_tokens(_original: Any, _config: Any) -> set[int]:

@@ -67,7 +67,12 @@ def prepared(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     config = config_of(asked["config"])
     gpu = has_gpu()
     prepare(gpu=gpu)
-    Wanted(config.per_request_seeds, config.quantization, config.routed_experts).announce()
+    Wanted(
+        config.per_request_seeds,
+        config.quantization,
+        config.routed_experts,
+        asked.get("gate", ""),
+    ).announce()
 
     # The sockets between SGLang's processes lie in a folder that is ours alone.
     tempfile.tempdir = os.environ["TMPDIR"] = asked["folder"]

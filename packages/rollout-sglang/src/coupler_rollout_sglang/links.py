@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 
 from coupler import errors
+from coupler.engine_kit.inference.gate import Gate
 from coupler.errors import CouplerError, ReplicaDied
 from coupler_rollout_sglang.messages import DIED_AT_START
 from coupler_rollout_sglang.wire import Wire
@@ -45,6 +46,15 @@ class EngineEnded(Exception):
 
 class Link(ABC):
     """A way to one engine."""
+
+    @abstractmethod
+    async def ready(self) -> None:
+        """Let the engine take its device, and wait until it is there.
+
+        Raises:
+            CouplerError: it did not start, or does not answer in time.
+            ReplicaDied: one of its processes ended meanwhile.
+        """
 
     @abstractmethod
     async def call(self, name: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -78,6 +88,7 @@ class Process:
         """Start it, and tell it what to start."""
         # Short, since the names of sockets may not be long. It is ours alone.
         self.folder = tempfile.mkdtemp(prefix="sgl-")
+        self.closed = False
         ours, theirs = socket.socketpair()
 
         environment = dict(os.environ)
@@ -115,7 +126,11 @@ class Process:
         return self.of.poll() is None
 
     def close(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and all that it started, once."""
+        if self.closed:
+            return
+        self.closed = True
+
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.of.pid, signal.SIGKILL)
         self.of.wait()
@@ -139,13 +154,17 @@ class PrivateLink(Link):
     """A socket to a process that holds the engine."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
-        """Start the engine, and wait until it is there."""
-        self.process = Process({**asked, "serve": None})
-        self.process.started()
+        """Start the engine, whose schedulers wait for :meth:`ready`."""
+        self.gate = Gate()
+        self.process = Process({**asked, "serve": None, "gate": self.gate.path})
         self.names = count()
         self.waiting: dict[int, asyncio.Future[Any]] = {}
         self.write: Callable[[Any], None] | None = None
         self.reader: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        self.gate.open()
+        await asyncio.to_thread(self.process.started)
 
     async def call(self, name: str, body: dict[str, Any]) -> tuple[int, Any]:
         if self.write is None:
@@ -181,6 +200,7 @@ class PrivateLink(Link):
 
     def close(self) -> None:
         self.process.close()
+        self.gate.close()
         if self.reader is not None:
             # Its event loop may have ended.
             with suppress(RuntimeError):
@@ -240,12 +260,6 @@ class HttpLink(Link):
         return self.session
 
     async def ready(self) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            CouplerError: it did not answer in time.
-            ReplicaDied: it ended.
-        """
         until = time.monotonic() + (START_S if self.process else 10.0)
         while time.monotonic() < until:
             if self.process is not None and not self.process.lives:

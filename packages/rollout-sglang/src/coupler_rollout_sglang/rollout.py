@@ -67,6 +67,7 @@ class SGLangRollout(GatedRollout):
         if not config.server:
             installed()
         super().__init__(config, model)
+        self.prepared: PrivateLink | None = None
         self.link: Link | None = None
         self.end: finalize[..., Any] | None = None
         # Requests in the engine. A name is no beginning of another one, since SGLang
@@ -75,6 +76,14 @@ class SGLangRollout(GatedRollout):
         self.idle = asyncio.Event()
         self.idle.set()
 
+    async def prepare(self, rank: Rank) -> None:
+        """Start the engine, which waits before it takes a device. A server does not."""
+        self.close()
+        if self.config.mode is not Mode.SERVER:
+            self.prepared = PrivateLink(self._asked(rank))
+            # The engine ends with this process at the latest.
+            self.end = finalize(self, self.prepared.close)
+
     async def setup(self, rank: Rank) -> int:
         """Start the engine with random weights. An engine that died is started again.
 
@@ -82,7 +91,8 @@ class SGLangRollout(GatedRollout):
             CouplerError: SGLang did not start. Its own log lines say why.
             ReplicaDied: one of its processes ended meanwhile.
         """
-        self.close()
+        if self.prepared is None:
+            await self.prepare(rank)
         self.begin(rank)
         self._running.clear()
         self.idle.set()
@@ -90,21 +100,15 @@ class SGLangRollout(GatedRollout):
         text = text_config(Path(self.model.path))
         self.max_tokens = self.config.max_model_len or positions_of(text)
         self.vocabulary = int(text["vocab_size"])
-        asked = {
-            "config": asdict(self.config),
-            "model": self.model.path,
-            "trust_remote_code": self.model.trust_remote_code,
-            "own_weights": self.model.own_weights,
-            "seed": rank.seed,
-        }
+
         if self.config.mode is Mode.SERVER:
-            http = await asyncio.to_thread(HttpLink, self.config.server, asked)
-            self.link, self.end = http, finalize(self, http.close)
-            await http.ready()
+            http = await asyncio.to_thread(HttpLink, self.config.server, self._asked(rank))
+            self.end = finalize(self, http.close)
+            self.link = http
         else:
-            self.link = await asyncio.to_thread(PrivateLink, asked)
-            # The engine ends with this process at the latest.
-            self.end = finalize(self, self.link.close)
+            self.link, self.prepared = self.prepared, None
+        assert self.link
+        await self.link.ready()
 
         self.workers = await self._facts()
         self.routers: Routers | None = None
@@ -114,6 +118,15 @@ class SGLangRollout(GatedRollout):
             )
         self.given_back = dict.fromkeys(Memory, 0)
         return len(self.workers)
+
+    def _asked(self, rank: Rank) -> dict[str, Any]:
+        return {
+            "config": asdict(self.config),
+            "model": self.model.path,
+            "trust_remote_code": self.model.trust_remote_code,
+            "own_weights": self.model.own_weights,
+            "seed": rank.seed,
+        }
 
     # --- requests
 
@@ -339,5 +352,6 @@ class SGLangRollout(GatedRollout):
 
     def close(self) -> None:
         """End the engine's processes."""
+        self.prepared = None
         if self.end is not None:
             self.end()

@@ -7,35 +7,30 @@ the meantime.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import time
 from concurrent.futures import Future
 from multiprocessing import active_children
-from tempfile import NamedTemporaryFile
 from threading import Thread
 from typing import Any
 
+from coupler.engine_kit.inference.gate import Gate
 from coupler_rollout_vllm.compat import engine as vllm
-from coupler_rollout_vllm.worker.gate import GATE, OPEN
+from coupler_rollout_vllm.worker.gate import GATE
 
 
 class Starting:
-    """An engine on its way, whose workers wait at a gate.
-
-    The gate is a file that this process holds locked. Should it end, workers end too.
-    """
+    """An engine on its way, whose workers wait at a gate."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """Return when the engine's process runs. See
         :func:`~coupler_rollout_vllm.arguments.engine_arguments`.
         """
-        self.gate = NamedTemporaryFile(prefix="coupler-gate-", buffering=0)  # noqa: SIM115
-        fcntl.flock(self.gate, fcntl.LOCK_EX)
+        self.gate = Gate()
         self.engine: Future[Any] = Future()
 
         before, started = set(active_children()), set()
-        os.environ[GATE] = self.gate.name
+        os.environ[GATE] = self.gate.path
         Thread(target=self._start, args=(arguments,), name="vllm-start", daemon=True).start()
         # Imports of two threads can meet, and a second replica of this process needs
         # the variable.
@@ -61,9 +56,7 @@ class Starting:
             MemoryError: the device has too little memory for it.
             CouplerError: it did not start.
         """
-        self.gate.write(OPEN)
-        fcntl.flock(self.gate, fcntl.LOCK_UN)
-
+        self.gate.open()
         try:
             return await asyncio.wrap_future(self.engine)
         except BaseException:

@@ -28,6 +28,11 @@ def register_sampler() -> None:
     register_sampler_backend(messages.SAMPLER, factory)
 
 
+def hook_worker(around: Callable[..., None]) -> None:
+    """Decide when a scheduler makes its worker, which takes the device."""
+    _hook("sglang.srt.managers.tp_worker.TpModelWorker.__init__", around, "AROUND")
+
+
 def hook_stop_tokens(around: Callable[..., set[int]]) -> None:
     """Decide which tokens of the model's folder end a completion.
 
