@@ -78,6 +78,28 @@ def test_rollouts_with_devices_of_their_own_start_while_engines_do(tmp_path: Pat
     assert len(run.weights.endpoints) == 1
 
 
+def test_rollouts_prepare_before_engines_load(tmp_path: Path) -> None:
+    run, order = ToyRun(tmp_path, small()), []
+    (handle,), load = run.rollouts.replicas, run.policy.setup
+    replica, serve = handle.of, handle.of.setup
+
+    async def prepare(rank: Rank) -> None:
+        order.append(("prepare", rank.world))
+
+    async def engine() -> None:
+        order.append(("load", 0))
+        await load()
+
+    async def setup(rank: Rank) -> int:
+        order.append(("setup", rank.world))
+        return await serve(rank)
+
+    run.policy.setup = engine  # type: ignore[method-assign]
+    replica.prepare, replica.setup = prepare, setup
+    asyncio.run(start(run.residency, run.weights, run.policy))
+    assert order == [("prepare", 1), ("load", 0), ("setup", 1)]
+
+
 def test_an_engine_that_fails_ends_the_start_of_the_others(tmp_path: Path) -> None:
     run, ended = ToyRun(tmp_path, small()), []
 

@@ -60,7 +60,7 @@ class Starting:
         try:
             return await asyncio.wrap_future(self.engine)
         except BaseException:
-            self.engine.add_done_callback(_stop)
+            self.give_up()
             raise
         finally:
             self.gate.close()
