@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from tempfile import NamedTemporaryFile
 
 OPEN = b"open"
@@ -20,12 +19,12 @@ class Gate:
     def __init__(self) -> None:
         self._file = NamedTemporaryFile(prefix="coupler-gate-", buffering=0)  # noqa: SIM115
         self.path = self._file.name
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        _lock(self._file.fileno(), "LOCK_EX")
 
     def open(self) -> None:
         """Let all go on who wait, or will before :meth:`close`."""
         self._file.write(OPEN)
-        fcntl.flock(self._file, fcntl.LOCK_UN)
+        _lock(self._file.fileno(), "LOCK_UN")
 
     def close(self) -> None:
         """Remove the file. Whoever still waits learns that the gate stays shut."""
@@ -36,7 +35,13 @@ def opens(path: str) -> bool:
     """Wait at the gate of this path. Return whether it opened."""
     try:
         with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
+            _lock(file.fileno(), "LOCK_SH")
             return file.read() == OPEN
     except FileNotFoundError:
         return False
+
+
+def _lock(file: int, how: str) -> None:
+    import fcntl  # Windows has none
+
+    fcntl.flock(file, getattr(fcntl, how))
