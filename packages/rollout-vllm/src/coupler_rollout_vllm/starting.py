@@ -58,12 +58,13 @@ class Starting:
         """
         self.gate.open()
         try:
-            return await asyncio.wrap_future(self.engine)
+            engine = await asyncio.wrap_future(self.engine)
         except BaseException:
             self.give_up()
             raise
-        finally:
-            self.gate.close()
+
+        self.gate.close()
+        return engine
 
     def give_up(self) -> None:
         """End the engine's processes."""

@@ -393,8 +393,8 @@ def _answer(child: _Child) -> Answer | None:
             )
         )
     below = list(children(child.pid))
-    queued = max(map(queued_seconds, below), default=0.0)
-    if time.monotonic() - queued > child.deadline:
+    late = time.monotonic() - child.deadline
+    if late > 0 and late > max(map(queued_seconds, below), default=0.0):
         return Answer(error="it takes too long", hung=True)
     held = sum(map(resident_bytes, below))
     if held > child.memory + MAX_MEMORY_BYTES:
