@@ -29,6 +29,7 @@ from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.weight_sync import StreamShardingManager
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
+from coupler.testing.gates import await_end
 from coupler.testing.reference import TransformersReference
 from coupler.testing.subject import configured
 from coupler.worker.replica import RolloutSpec
@@ -237,13 +238,9 @@ def test_the_engine_ends_with_the_process_that_started_it(
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert owner.stdout
     line = next(line for line in owner.stdout if line.startswith("processes"))
-    processes = [f"/proc/{pid}/cmdline" for pid in json.loads(line.removeprefix("processes"))]
-    assert all(Path(path).read_bytes() for path in processes)
+    processes = json.loads(line.removeprefix("processes"))
+    assert all(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes)
 
     owner.kill()
-    end = time.monotonic() + WITHIN_S
-    # Empty: it ended, unreaped.
-    while any(Path(path).exists() and Path(path).read_bytes() for path in processes):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    await_end(processes, WITHIN_S)
     owner.wait(WITHIN_S)
