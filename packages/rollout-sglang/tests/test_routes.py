@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,19 +126,28 @@ def paused(
     served: Served,
     how: InFlight,
     requests: list[Request],
+    old: TransformersReference,
     new: TransformersReference,
 ) -> list[Completion]:
-    """Pause amid these requests, and bring new weights."""
+    """Pause amid these requests, of which :data:`SEQUENCES` have tokens, and bring new
+    weights.
+    """
 
-    async def story() -> list[Completion]:
+    async def story(delay: float) -> list[Completion]:
         running = [asyncio.ensure_future(served.rollout.generate(r)) for r in requests]
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(delay)
         await served.rollout.pause(how)
         await served.edge.push(weights(new))
         await served.rollout.resume()
         return await asyncio.gather(*running)
 
-    return served.run(story)
+    for delay in (0.4, 1.0, 3.0):
+        served.push(weights(old))
+        before = served.edge.version
+        done = served.run(partial(story, delay))
+        if sum(before in each.versions for each in done) >= SEQUENCES:
+            return done
+    raise AssertionError(f"fewer than {SEQUENCES} requests began within {delay:g} s")
 
 
 @pytest.mark.parametrize("how", [InFlight.RECOMPUTE, InFlight.STALE_KV])
@@ -147,9 +157,9 @@ def test_tokens_keep_the_routes_that_sampled_them(
     others: TransformersReference,
     how: InFlight,
 ) -> None:
-    mixture.push(weights(experts))
     requests = [asked((5, 6, 7 + i), 200, seed=i) for i in range(SEQUENCES)]
-    for request, done in zip(requests, paused(mixture, how, requests, others), strict=True):
+    every = paused(mixture, how, requests, experts, others)
+    for request, done in zip(requests, every, strict=True):
         old = len(request.prompt) + done.versions.count(done.versions[0]) - 1
         before, after = routes(experts, request, done), routes(others, request, done)
         assert len(set(done.versions)) == 2, "the pause came too late"
@@ -165,12 +175,10 @@ def test_what_an_abort_returns_has_its_routes(
     mixture: Served, experts: TransformersReference
 ) -> None:
     """Requests that waited were never fed, and have a row of -1 for every token."""
-    mixture.push(weights(experts))
     requests = [asked((5, 6, 7 + i), 200, seed=i) for i in range(2 * SEQUENCES)]
+    every = paused(mixture, InFlight.ABORT, requests, experts, experts)
     fed = []
-    for request, done in zip(
-        requests, paused(mixture, InFlight.ABORT, requests, experts), strict=True
-    ):
+    for request, done in zip(requests, every, strict=True):
         assert done.finish == "abort"
         assert done.routed_experts.shape == (len(request.prompt) + len(done.tokens), LAYERS, 2)
         fed.append(bool(done.tokens))

@@ -4,9 +4,7 @@ at checkpoint names.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from coupler.interfaces import Engine, Output, Rank, Request, SendReceipt, StepI
 from coupler.plugins.manager import Plugins
 from coupler.testing import expect, losses
 from coupler.testing.cases import make_batch, weighted
+from coupler.testing.conformance.test_rollout import generate
 from coupler.testing.edge import Served
 from coupler.testing.reference import Reference, as_batch
 from coupler.testing.subject import Subject
@@ -70,12 +69,8 @@ def sample(served: Served, version: int) -> list[Batch]:
     rollout reports.
     """
     requests = [Request((7, 8 + i, 9), 10, t, seed=i) for i, t in enumerate((1.0, 0.7, 1.0, 1.3))]
-
-    async def together() -> Any:
-        return await asyncio.gather(*(served.rollout.generate(r) for r in requests))
-
     batches = []
-    for request, done in zip(requests, served.run(together), strict=True):
+    for request, done in zip(requests, generate(served, requests), strict=True):
         expect.same(set(done.versions), {version}, "the versions of the tokens")
         batch = as_batch(request.prompt, done.tokens, request.temperature)
         reported = np.array([0.0] * len(request.prompt) + list(done.logprobs), np.float32)

@@ -27,6 +27,7 @@ from coupler.worker.worker import reverse_elements
 
 CHANGED = 1e-2  # nats: what another weight changes log-probs by, at least
 POSITIONS = 256  # of the kit's models
+SLOWEST = 100  # tokens/s of a rollout that samples one request at a time, beside other work
 LONG = 200  # tokens of a completion that is still running when something happens
 PROMPTS = tuple(
     tuple(np.random.default_rng(size).integers(NUM_SPECIAL, VOCAB, size).tolist())
@@ -93,7 +94,8 @@ def generate(served: Served, requests: list[Request]) -> list[Completion]:
     async def together() -> list[Completion]:
         return await asyncio.gather(*(served.rollout.generate(r) for r in requests))
 
-    return served.run(together)
+    asked = sum(request.max_tokens for request in requests)
+    return served.run(together, deadline_s=120.0 + asked / SLOWEST)
 
 
 def error(reference: Reference, request: Request, done: Completion) -> float:
@@ -700,9 +702,9 @@ def interrupted(
     top_k: int = 0,
 ) -> tuple[list[Completion], Completion]:
     """Call :func:`paused` as often as it takes to hit both requests between their first
-    and last token.
+    and last token: a quick rollout is done soon, one beside other work begins late.
     """
-    for delay in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001):
+    for delay in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 1.0, 3.0):
         running, late = paused(served, how, during, delay, top_k)
         if all(hit(done) for done in running):
             return running, late
