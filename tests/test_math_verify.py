@@ -2,13 +2,17 @@ r"""Rewards of math-verify, in their sandbox, on what models write."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from coupler.rewards import Graded, Invalid, check_reward, sandbox
+from coupler.rewards.math_verify import Score
 
 pytest.importorskip("math_verify", reason="the extra math is not installed")
 
 TARGET = "coupler.rewards.math_verify:Score"
+score = cache(Score)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,36 @@ def test_equal_mathematics_is_one(completion: str, answer: str, reward: float, r
     assert (one.result, one.answer) == (reward, read)
 
 
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"\boxed{2\sqrt{3}}", r"2\sqrt{3}", 1.0),
+        (r"\boxed{2}", r"2\sqrt{3}", 0.0),
+        (r"\boxed{1 + x^2}", "x^2 + 1", 1.0),
+        (r"\boxed{1}", "x^2 + 1", 0.0),
+        (r"\boxed{3\pi}", r"3\pi", 1.0),
+        (r"\boxed{(3, 4)}", "(3, 4)", 1.0),
+        (r"\boxed{4}", "(3, 4)", 0.0),
+        (
+            r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}",
+            r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+            1.0,
+        ),
+        (r"\boxed{2}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", 0.0),
+        ("so 5", "5 apples", 1.0),
+        ("it is 1,000", "1,000", 1.0),
+        (r"\boxed{5}", r"5\text{ cm}", 1.0),
+        (r"\boxed{90^\circ}", r"90^\circ", 1.0),
+        ("so $x = 5$", "x=5", 1.0),
+    ],
+)
+def test_an_answer_may_be_a_bare_formula_a_number_or_a_text(
+    completion: str, answer: str, reward: float
+) -> None:
+    found = score()(completion, answer)
+    assert isinstance(found, Graded) and found.reward == reward
+
+
 def test_an_answer_without_mathematics_is_the_rows_fault() -> None:
     (one,) = check_reward(TARGET, [("8", "", {})], 20.0)
     assert one.result == Invalid("math-verify reads no mathematics in the answer ''")
@@ -41,8 +75,6 @@ def test_it_is_killed_where_a_formula_takes_too_long() -> None:
 
 
 def test_it_asks_for_a_sandbox() -> None:
-    from coupler.rewards.math_verify import Score
-
     assert Score.sandbox
     assert sandbox.kind(), sandbox.why_none()
     assert Score()("1", "1") == Graded(1.0, "1")
