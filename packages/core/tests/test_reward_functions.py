@@ -87,6 +87,17 @@ def test_a_group_reward_and_one_of_a_completion_go_together(rewards: str) -> Non
     assert [one.result for one in found] == [0 + 10.0, 1 + 0.0]
 
 
+def test_a_group_may_have_nothing_to_score(rewards: str) -> None:
+    """All of its episodes may have rewards of their own."""
+    scoring = make_scoring(config(rewards, ranked={}, right={}))
+    scoring.start()
+    try:
+        found = [asyncio.run(scoring.score_group(texts, "a", {})) for texts in ([], ["a"])]
+        assert [len(scored) for scored in found] == [0, 1]
+    finally:
+        scoring.close()
+
+
 def test_a_function_that_says_none_leaves_the_row_to_others(rewards: str) -> None:
     found = asked(config(rewards, mine={}, right={"weight": 3}), ["a", "b"], {})
     assert [one.result for one in found] == [3.0, 1.0]

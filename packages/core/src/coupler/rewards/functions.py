@@ -91,6 +91,8 @@ class RewardFunctions:
         self, completions: Sequence[str], answer: str, row: Mapping[str, Any]
     ) -> list[Scored]:
         """Score completions of a prompt, and count them."""
+        if not completions:
+            return []
         scored = await self._added(completions, answer, row)
         for one in scored:
             self.count(one)
