@@ -43,6 +43,12 @@ CALL = {
     "type": "function",
     "function": {"name": "look", "arguments": {"at": "é 中"}},
 }
+# as Mistral's models have it
+MOVES = (
+    "{% set at = messages | map(attribute='role') | list %}{% for m in messages %}{% if tools and "
+    "m.role == 'user' and 'user' not in at[loop.index:] %}<|im_start|>system\n{% for t in tools %}"
+    "{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+) + KEEPS.partition("{% for m in messages %}")[2]
 REFUSAL = re.compile(r"row 0 \(from 0\) of a.jsonl, a conversation: .+\n  try:  ", re.DOTALL)
 
 
@@ -152,6 +158,20 @@ def test_rows_of_every_template_are_its_renderings_or_refused(
         assert text.endswith(stops)
     for said in (m for m in messages if m["role"] == "assistant"):
         assert any(said["content"].strip() in text for text in spoken)
+
+
+def test_a_turn_has_what_stood_before_it_when_it_was_said(codec_of: Any) -> None:
+    """A template may show tools in front of the last question alone."""
+    codec, messages = codec_of(MOVES), [*ASKED, user("and now ?"), answer("sun")]
+    (kept,) = taught(codec, messages, tools=True)
+    shown, *_ = (segment for segment in kept.segments if segment.origin is Origin.PROMPT)
+    assert shown.ids == codec.prompt_ids(tuple(messages[:1]), "", tools=[TOOL])
+    assert len(targets(codec, kept)) == 3
+
+    rows = taught(codec, messages, tools=True, keep_reasoning=False)
+    whole = [rendering(codec, part, tools=True) for part in (messages, ASKED[:2], ASKED)]
+    assert [ids_of(row) for row in rows] == whole
+    assert [len(targets(codec, row)) for row in rows] == [1, 1, 1]
 
 
 def test_earlier_reasoning_stays_or_its_turn_is_a_row_of_its_own(codec_of: Any) -> None:

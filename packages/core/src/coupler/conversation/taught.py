@@ -22,10 +22,11 @@ from coupler.data.dataset import Row
 from coupler.data.options import DataConfig, TrainOn
 from coupler.data.templates import Codec, messages_of
 from coupler.data.traced import TEMPLATE, TEXT, Traced, template, trace
-from coupler.errors import CouplerError, DataError
+from coupler.errors import ConfigError, CouplerError, DataError
 
 # Marks the text of message i by the character FIRST + i.
 FIRST = 0x100
+APART = "data.keep_reasoning=false, which makes a row of such a turn, or data.train_on=last"
 WAYS = (
     "another chat_template in tokenizer_config.json, which ends every turn with a token "
     "that the model stops at"
@@ -69,8 +70,8 @@ class Conversations:
     Turns are trained from behind the generation prompt up to the token that ends them,
     with reasoning and tool calls as the template writes them. Where the template writes
     an earlier turn otherwise than the policy would have said it, without its reasoning
-    for example, ``data.keep_reasoning`` decides: either the turn stays as it was said,
-    as in an episode, or it becomes a row of its own.
+    for example, or what stood before it, ``data.keep_reasoning`` decides: either the
+    turn stays as it was said, as in an episode, or it becomes a row of its own.
 
     Attributes:
         unshown: reasoning that the template writes nowhere, so that it is not trained.
@@ -171,17 +172,19 @@ class Conversations:
                 raise Unproved(
                     f"{renderer} writes turn {k} (from 0) otherwise once others follow, and "
                     f"does not show what stands before turn {following}.\n"
-                    "  try:  data.keep_reasoning=false, which makes a row of such a turn, or "
-                    "data.train_on=last"
+                    f"  try:  {APART}"
                 )
             segments += between
         raise AssertionError("the last wanted turn is among those that were said")
 
     def _renderer(self, tools: bool) -> TemplateRenderer:
-        return TemplateRenderer(
-            self.codec,
-            tools=tools,
-        )
+        try:
+            return TemplateRenderer(
+                self.codec,
+                tools=tools,
+            )
+        except ConfigError as error:
+            raise Unproved(f"{error}\n  or:   {APART}") from None
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, generate: bool = False
@@ -281,8 +284,10 @@ class Conversations:
 
 
 def _same(one: Rendering, place: Turn | None, other: Rendering, said: Turn) -> bool:
-    """Tell whether a turn is written in one rendering as it is in the other."""
+    """Tell whether a turn, and all that stands before it, is written in one rendering
+    as it is in the other.
+    """
     if place is None:
         return False
-    shown = str.__str__(one.text)[place.start : place.end]
-    return shown == str.__str__(other.text)[said.start : said.end]
+    shown = str.__str__(one.text)[: place.end]
+    return shown == str.__str__(other.text)[: said.end]
