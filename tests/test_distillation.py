@@ -13,7 +13,9 @@ from job_run import arguments, metrics, run, write_inputs
 from coupler.batch import Batch
 from coupler.cli import main
 from coupler.data import Codec
+from coupler.errors import CouplerError
 from coupler.interfaces import Model
+from coupler.jobs.teaching import behind
 from coupler.testing.models import write_qwen2
 from coupler.testing.reference import TransformersReference
 
@@ -115,6 +117,20 @@ def test_the_policy_learns_from_what_it_says_to_another_prompt(
         sampled = tuple(one["tokens"][one["loss_mask"]].tolist())
         expected = reference.logprobs_of(shown, sampled, 1.0)
         assert one["teacher_logprobs"][one["loss_mask"]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_teachers_prompt_replaces_that_of_the_row_alone() -> None:
+    """Of an episode whose history forked, a row begins with turns of another row."""
+    tokens = np.array([1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7], np.int32)
+    mask = np.isin(np.arange(12), [3, 4, 11])
+    forked = Batch(
+        np.array([5, 7]), {"tokens": tokens, "loss_mask": mask}, {"row": np.array([8, 8])}
+    )
+    replaced = behind(forked, [((1, 2, 3), (9, 9))] * 2)
+    assert replaced["tokens"].tolist() == [9, 9, 4, 5, 9, 9, 4, 5, 6, 7]
+    assert replaced["tokens"][replaced["loss_mask"]].tolist() == [4, 5, 7]
+    with pytest.raises(CouplerError, match=r"an episode of row 8 .* began with something else"):
+        behind(forked, [((1, 2, 0), (9, 9))] * 2)
 
 
 def test_rows_learn_by_their_kind(tmp_path: Path, models: tuple[Path, Path]) -> None:

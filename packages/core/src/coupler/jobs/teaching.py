@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.batch.columns import OF_ENGINES, ROUTED_EXPERTS, TOP_IDS
+from coupler.batch.columns import DEMONSTRATION, OF_ENGINES, ROUTED_EXPERTS, TOP_IDS
 from coupler.config.checks import episode_tokens
 from coupler.data import Prompt, encode_prompts
 from coupler.data.dataset import Row
 from coupler.data.templates import messages_of
 from coupler.engine_kit.sampling_mask import CUT
-from coupler.errors import ConfigError, DataError
+from coupler.errors import ConfigError, CouplerError, DataError
 from coupler.interfaces import Output
 from coupler.jobs.build import Builder
 from coupler.jobs.teacher import COLUMN
@@ -31,6 +31,7 @@ from coupler.system.words import IN_BRACES
 
 LOGPROBS = Output("logprobs")
 KEY = "teacher.prompt"
+Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,13 @@ class Teaching:
     Attributes:
         engines: those of teachers by name, where "" is the teacher of all rows.
         names: the teacher of each row of the data, by the row's number.
-        prompts: the ids that a teacher reads in place of the prompt, by the number of
-            the row. It is empty where teachers read what the policy read.
+        prompts: the ids of a prompt, and those that a teacher reads in its place, by
+            the number of the row. It is empty where teachers read what the policy read.
     """
 
     engines: Mapping[str, EngineGroup]
     names: Mapping[int, str]
-    prompts: Mapping[int, tuple[int, ...]]
+    prompts: Mapping[int, tuple[Ids, Ids]]
     residency: Residency
     top_k: int = 0
     vocabulary: int = 0
@@ -95,17 +96,21 @@ class Teaching:
         return found
 
 
-def behind(batch: Batch, prompts: Sequence[tuple[int, ...]]) -> Batch:
-    """Put other prompts in front of what was sampled, and what came after it.
+def behind(batch: Batch, prompts: Sequence[tuple[Ids, Ids]]) -> Batch:
+    """Put other prompts in front of what came after the prompts of rows.
 
-    A prompt ends before the first token under ``loss_mask``. The tokens under it are
-    the same and come in the same order.
+    The tokens under ``loss_mask`` are the same and come in the same order.
+
+    Args:
+        prompts: the prompt of each row, and the other one.
+
+    Raises:
+        CouplerError: a row does not begin with its prompt.
     """
     parts: list[Batch] = []
-    for row, prompt in enumerate(prompts):
+    for row, (read, prompt) in enumerate(prompts):
         one = batch.take([row])
-        sampled = np.flatnonzero(one["loss_mask"])
-        first = sampled[0] if len(sampled) else one.num_tokens
+        first = _end_of_prompt(one, read)
         rest = {name: column[first:] for name, column in one.tokens.items()}
         blank = {name: _blank(name, column, len(prompt)) for name, column in rest.items()}
         blank["tokens"] = np.array(prompt, one["tokens"].dtype)
@@ -114,6 +119,26 @@ def behind(batch: Batch, prompts: Sequence[tuple[int, ...]]) -> Batch:
         length = len(tokens["tokens"])
         parts.append(Batch(np.array([length]), tokens, one.seqs))
     return Batch.concat(parts)
+
+
+def _end_of_prompt(one: Batch, prompt: Ids) -> int:
+    """Return how many tokens of a batch with one row are its prompt.
+
+    Raises:
+        CouplerError: it begins with something else, which no other prompt replaces.
+    """
+    if tuple(one["tokens"][: len(prompt)].tolist()) == prompt:
+        return len(prompt)
+    # The first word of an answer may have taken the end of the prompt into its token.
+    if one.has(DEMONSTRATION) and one[DEMONSTRATION][0]:
+        return int(np.argmax(one["loss_mask"]))
+
+    raise CouplerError(
+        f"{KEY} takes the place of a row's prompt, and an episode of row {one['row'][0]} (from 0) "
+        "began with something else: the environment adds tools or an observation to the prompt, "
+        "or a turn was rendered anew.\n"
+        f"  try:  leaving {KEY} out, or an environment that begins with the row's prompt alone"
+    )
 
 
 def _blank(name: str, column: np.ndarray, length: int) -> np.ndarray:
@@ -214,9 +239,19 @@ def make_teaching(
     names: dict[int, str] = {}
     if teachers.keys() - {ALL_ROWS}:
         names = {prompt.row.index: str(prompt.row.extra[COLUMN]) for prompt in prompts}
+
     engines = teachers or {ALL_ROWS: policy}
+    both = {p.row.index: (p.ids, shown[p.row.index]) for p in prompts if shown}
     if TEACHER_TOP not in builder.algorithm.needs:
-        return {TEACHER_LOGPROBS: Teaching(engines, names, shown, residency)}
+        return {TEACHER_LOGPROBS: Teaching(engines, names, both, residency)}
     vocabulary = 1 + max(builder.codec.tokenizer.get_vocab().values())
     top_k = builder.config.teacher.top_k
-    return {TEACHER_TOP: Teaching(engines, names, shown, residency, top_k, vocabulary)}
+    teaching = Teaching(
+        engines,
+        names,
+        both,
+        residency,
+        top_k,
+        vocabulary,
+    )
+    return {TEACHER_TOP: teaching}
