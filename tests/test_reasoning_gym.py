@@ -85,6 +85,12 @@ def test_the_last_number_counts_however_it_is_worded() -> None:
     assert score(f"{row.answer}? No, the sum is {wrong}.", row.extra) == Graded(0.0, str(wrong))
     assert score("I cannot add.", row.extra) == Graded(0.0, "")
 
+    (row,) = rows("chain_sum", size=1, min_digits=6, max_digits=6)
+    number = int(row.answer)
+    assert f"{number:,}" != row.answer
+    assert score(f"1, then {number:,}, or so", row.extra) == Graded(1.0, row.answer)
+    assert score(f"{number:,}\n1,2", row.extra) == Graded(0.0, "2")
+
 
 @pytest.mark.parametrize(
     ("args", "what"),

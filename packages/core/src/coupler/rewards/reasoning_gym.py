@@ -18,7 +18,7 @@ from coupler.data.reasoning_gym import create, library
 from coupler.rewards.result import Graded, Invalid
 from coupler.rewards.verifiers import Guard, check_safe, disarm, fill_tables
 
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 OPEN, CLOSE = "<answer>", "</answer>"
 # A longer text is no answer to any task, and scores 0.
 MAX_ANSWER = 20_000
@@ -75,7 +75,8 @@ class LastNumber(Exact):
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Graded | Invalid:
         numbers = NUMBER.findall(completion)
-        return super().__call__(numbers[-1], row) if numbers else Graded(0.0, "")
+        last = numbers[-1].replace(",", "") if numbers else ""
+        return super().__call__(last, row) if numbers else Graded(0.0, "")
 
 
 def last_answer(completion: str) -> str:
