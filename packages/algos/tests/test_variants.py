@@ -155,6 +155,20 @@ def test_baselines_and_scales_by_hand(pack, changes, expected):
     np.testing.assert_allclose(found[batch.starts[1:] - 1], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "changes"),
+    [
+        ([1.0, -1.0, 0.0], {}),
+        ([-1.0, -3.0, 0.0], {}),
+        ([0.0, 0.0, 0.0], {"overlong_buffer_tokens": 2, "overlong_max_tokens": 4}),
+    ],
+)
+def test_a_mean_that_is_not_above_0_scales_nothing(pack, rewards, changes):
+    batch = pack([5, 2, 4], rewards, [3, 3, 3])
+    algorithm = grpo(scale_by_std=False, scale_by_mean=True, **changes)
+    assert not algorithm.advantages(batch)["advantages"].any()
+
+
 def test_whitening_is_over_the_tokens_of_a_batch(pack):
     """Centred rewards, 0.5 on 3 tokens and -0.5 on 1: mean 0.25, std sqrt(3) / 4."""
     batch = pack([4, 2], [1.0, 0.0], [0, 0])

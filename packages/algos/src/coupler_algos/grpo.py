@@ -61,8 +61,10 @@ class GRPO(GroupPolicy):
         if self.config.scale_by_std:
             return advantages / (groups.std(scores) + EPSILON)
         if self.config.scale_by_mean:
-            # Where all rewards are 0 there is nothing to learn.
-            return advantages / np.maximum(groups.mean(scores), EPSILON)
+            # Where all rewards are 0 there is nothing to learn. A mean near 0 of
+            # rewards with both signs would make advantages of any size.
+            mean = groups.mean(scores)
+            return np.where(mean > 0, advantages, 0) / np.where(mean > 0, mean, 1)
         return advantages
 
     def judge_tokens(self, batch: Batch, groups: Groups) -> np.ndarray:
