@@ -23,6 +23,7 @@ from coupler_algos.config import (
     SFTConfig,
 )
 from coupler_algos.ppo import PPO
+from coupler_algos.preference_config import OnlineDPOConfig
 from coupler_algos.slots import Baseline, Correction, Ratio, Shape
 
 
@@ -190,6 +191,26 @@ def test_an_algorithm_that_compares_nothing_needs_no_second_sample():
             ["algorithm.kl=in_return", "set algorithm.kl=in_reward"],
         ),
         (PPOConfig(kl=KL.IN_RETURN), {}, ["algorithm.kl=in_return", "algorithm.kl=in_reward"]),
+        (
+            RLOOConfig(teacher_coef=1.0, reward_coef=0.0, ratio=Ratio.TOKEN),
+            {},
+            ["algorithm.kl=in_reward", "reward_coef=0", "set algorithm.kl=in_loss or none"],
+        ),
+        (
+            GRPOConfig(teacher_coef=1.0, reward_coef=0.0, kl=KL.IN_RETURN),
+            {},
+            ["algorithm.kl=in_return changes rewards"],
+        ),
+        (
+            PPOConfig(teacher_coef=1.0, reward_coef=0.0, kl=KL.NONE),
+            {},
+            ["algorithm.reward_coef=0", "critic", "set algorithm=opd"],
+        ),
+        (
+            OnlineDPOConfig(),
+            {"optimizer_steps_per_batch": 5, "prompts_per_step": 4, "samples_per_prompt": 5},
+            ["optimizer_steps_per_batch=5", "prompts_per_step=4 or less"],
+        ),
         (GRPOConfig(covariance_share=1.5), {}, ["covariance_share=1.5", "0.002 is usual"]),
         (GRPOConfig(covariance_kl=1.0), {}, ["covariance_share=0 marks none", "set it to 0.002"]),
         (

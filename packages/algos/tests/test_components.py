@@ -232,6 +232,7 @@ def test_columns_that_parts_read_are_asked_for(mixed: Algorithm) -> None:
         ("algorithm.sources={a: {}}", "algorithm.sources.a takes the weights of parts"),
         ("algorithm.ce_above=1", "algorithm.ce_above=1.0 chooses samples for ce"),
         ("algorithm.sources={a: {rl: 1}} algorithm.kl=in_loss", "algorithm.kl=in_loss would"),
+        ("algorithm.sources={a: {ce: 1}} algorithm.kl=in_reward", "algorithm.kl=in_reward changes"),
         (
             "algorithm.sources={a: {ref: 1}} algorithm.kl_estimator=k1",
             "zero expectation in the part ref",

@@ -27,6 +27,10 @@ class KL(StrEnum):
     IN_LOSS = "in_loss"
 
 
+REWARDED = (KL.IN_REWARD, KL.IN_RETURN)
+"""The places from which it reaches the policy through advantages of rewards."""
+
+
 class KLEstimator(StrEnum):
     """Choose how the divergence of a token is estimated.
 
@@ -202,7 +206,7 @@ class PolicyConfig:
         Those of the rollout differ by rounding, which would count as divergence.
         """
         marks = self.covariance_share > 0 and self.behaviour is Behaviour.RECOMPUTED
-        in_advantage = self.kl in (KL.IN_REWARD, KL.IN_RETURN) or self.kl_target > 0
+        in_advantage = self.kl in REWARDED or self.kl_target > 0
         taught = self.teacher_coef > 0 and self.behaviour is Behaviour.RECOMPUTED
         bounds = self.second_moment > 0 or self.correction_normalize
         reads = in_advantage or marks or taught or bounds

@@ -24,6 +24,12 @@ def problems(config: RunConfig) -> Iterator[str]:
             f"samples_per_prompt={config.samples_per_prompt} makes no pair of a prompt's samples: "
             "set samples_per_prompt=2 or more."
         )
+    steps, pairs = config.optimizer_steps_per_batch, config.prompts_per_step
+    if isinstance(config.algorithm, OnlineDPOConfig) and steps > pairs:
+        yield (
+            f"optimizer_steps_per_batch={steps} leaves steps without a pair, since a batch has one "
+            f"of each prompt: set it to prompts_per_step={pairs} or less."
+        )
 
     match config.algorithm:
         case DPOConfig() as algorithm:

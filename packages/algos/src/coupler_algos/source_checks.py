@@ -7,7 +7,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from coupler_algos.components import NAMES
-from coupler_algos.config import KL, GroupConfig, KLEstimator
+from coupler_algos.config import KL, REWARDED, GroupConfig, KLEstimator
 from coupler_algos.slots import Ratio
 
 if TYPE_CHECKING:
@@ -83,6 +83,11 @@ def _others(a: GroupConfig) -> Iterator[str]:
         yield (
             "algorithm.sources weighs the reference by its part ref, and algorithm.kl=in_loss "
             "would count it twice: set algorithm.kl=none."
+        )
+    if a.kl in REWARDED and not a.has_component("rl"):
+        yield (
+            f"algorithm.kl={a.kl} changes rewards, and no source of algorithm.sources has the part "
+            "rl, which learns from them: set algorithm.kl=none."
         )
 
     if a.has_component("ref") and a.kl_estimator is KLEstimator.K1:

@@ -9,6 +9,7 @@ from coupler.interfaces import Aggregation
 from coupler_algos.adaptive import MAX_ERROR
 from coupler_algos.config import (
     KL,
+    REWARDED,
     Behaviour,
     GroupConfig,
     GRPOConfig,
@@ -188,6 +189,11 @@ POLICY: tuple[Rule, ...] = (
         "algorithm.ratio=sequence needs one advantage for all tokens of a sequence, and a teacher "
         "has one for each: set algorithm.ratio=token or geometric.",
     ),
+    (
+        lambda a: not a.reward_coef and a.kl in REWARDED,
+        "algorithm.kl={a.kl} changes rewards, and algorithm.reward_coef=0 learns nothing from "
+        "them: set algorithm.kl=in_loss or none.",
+    ),
     # --- divergence from the reference
     (
         lambda a: a.kl is not KL.NONE and a.kl_coef <= 0,
@@ -286,6 +292,11 @@ GRPO: tuple[Rule, ...] = (
 )
 
 PPO: tuple[Rule, ...] = (
+    (
+        lambda a: not a.reward_coef,
+        "algorithm.reward_coef=0 leaves the critic of algorithm=ppo no returns to learn: set "
+        "algorithm=opd, which has no critic.",
+    ),
     (
         lambda a: not 0 <= a.gamma <= 1,
         "algorithm.gamma={a.gamma} must be between 0 and 1.",
