@@ -19,6 +19,7 @@ from tests.faults import toy_runs
 from tests.faults.toy_runs import Said
 
 from coupler.batch import Batch
+from coupler.conversation.packing import ENDED
 from coupler.testing.models import EOS, read_tensors, rewrite
 
 STEPS = 2
@@ -351,6 +352,24 @@ def test_turn_rewards_stand_at_the_last_token_of_each_turn(start: Start, tmp_pat
         for row in np.split(batch["token_reward"], batch.starts[1:-1]):
             found = row[row > 0]
             assert found.tolist() == [1.0 + turn for turn in range(len(found))]
+
+
+def test_an_episode_that_a_limit_ended_has_its_reward_at_its_last_turn(
+    start: Start, tmp_path: Path
+) -> None:
+    """It gives no rewards of turns, while those that end by themselves do."""
+    given = ("environment.how=per_turn", "environment.max_turns=2", "sampling.max_tokens=4")
+    went_well(start(*given, scored=True))
+    for batch in batches(tmp_path / "run"):
+        given = batch.sum_by_sequence(batch["token_reward"])
+        limited = batch["ended"] == list(ENDED).index("turns")
+        assert limited.any() and not limited.all()
+        assert given[limited] == pytest.approx(batch["reward"][limited])
+        ends = batch["loss_mask"] & ~np.append(batch["loss_mask"][1:], False)
+        last = np.flatnonzero(ends)[np.cumsum(batch.sum_by_sequence(ends)).astype(int) - 1]
+        np.testing.assert_array_equal(
+            batch["token_reward"][last][limited], batch["reward"][limited]
+        )
 
 
 @pytest.mark.parametrize("how", ["one_less", "no_number"])

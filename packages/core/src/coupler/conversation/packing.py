@@ -27,6 +27,7 @@ ORIGINS = tuple(Origin)
 PARTS = "reward_parts"  # opens the names of their columns and metrics
 GREEDY = "greedy_reward"  # the column [B] of the reward of the prompt's greedy episode
 SOURCE = "data_source"  # the column [B] of the kind of row, as text
+TOKEN_REWARD = "token_reward"  # the column [T] of the rewards of turns
 TURN = "turn"  # the column [T] of the number of a token's turn in its episode
 ANCHOR = "anchor"  # the column [T] of a digest of what the token's turn was shown
 ENDED = {str(ended): code for code, ended in enumerate(Ended)}
@@ -287,7 +288,8 @@ def _masks(rows: Sequence[Row], sampled: np.ndarray) -> dict[str, np.ndarray]:
 def _turn_rewards(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     """Return the column ``token_reward``, if episodes have rewards of their turns.
 
-    Each stands at the last token of its turn.
+    Each stands at the last token of its turn. An episode without them, among others
+    that have some, has its reward at its last turn.
 
     Raises:
         CouplerError: an episode has another number of them than of turns, or one that
@@ -299,9 +301,10 @@ def _turn_rewards(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     found: list[np.ndarray] = []
     for sample in samples:
         turns = [done for row in sample.rows for done in row.trained]
-        if len(sample.turn_rewards) != len(turns):
+        given = sample.turn_rewards or (*[0.0] * (len(turns) - 1), sample.reward)
+        if len(given) != len(turns):
             raise CouplerError(
-                f"an episode of {len(turns)} turns has {len(sample.turn_rewards)} turn rewards.\n"
+                f"an episode of {len(turns)} turns has {len(given)} turn rewards.\n"
                 "  look at:  Outcome.turn_rewards of the environment, one for each sampled turn"
             )
         if not np.isfinite(np.array(sample.turn_rewards, np.float32)).all():
@@ -309,10 +312,37 @@ def _turn_rewards(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
                 f"an episode has the turn rewards {', '.join(map(str, sample.turn_rewards))}.\n"
                 "  look at:  Outcome.turn_rewards of the environment, finite numbers of float32"
             )
-        left = iter(sample.turn_rewards)
+        left = iter(given)
         for segment in (s for row in sample.rows for s in row.trajectory.segments):
             column = np.zeros(len(segment.ids), np.float32)
             if segment.origin is Origin.SAMPLED:
                 column[-1:] = next(left)
             found.append(column)
-    return {"token_reward": np.concatenate(found)}
+    return {TOKEN_REWARD: np.concatenate(found)}
+
+
+def joined(parts: Sequence[Batch]) -> Batch:
+    """Make one Batch of several groups, or of the parts of a step.
+
+    Where some have rewards of turns and others do not, as those whose episodes were all
+    ended by a limit, an episode of the others has its reward at its last turn.
+    """
+    if any(part.has(TOKEN_REWARD) for part in parts):
+        parts = [part if part.has(TOKEN_REWARD) else _at_the_end(part) for part in parts]
+    return Batch.concat(parts)
+
+
+def _at_the_end(batch: Batch) -> Batch:
+    """Add ``token_reward``, with the reward of each episode at its last token."""
+    _, of_row = batch.trajectories()
+    backwards = np.flatnonzero(batch["loss_mask"])[::-1]
+    episodes = batch.spread(of_row)[backwards]
+    _, first = np.unique(
+        episodes,
+        return_index=True,
+    )
+    last = backwards[first]
+
+    column = np.zeros(batch.num_tokens, np.float32)
+    column[last] = batch.spread(batch["reward"])[last]
+    return batch.with_tokens(**{TOKEN_REWARD: column})

@@ -1,6 +1,4 @@
-"""Add the columns of engines to the batch of a step, part by part while the rest of it
-is still sampled.
-"""
+"""Add the columns of engines to a step's batch, part by part while it is sampled."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.batch.columns import PART
 from coupler.config.schema import RunConfig
+from coupler.conversation.packing import joined
 from coupler.errors import CouplerError
 from coupler.interfaces import Algorithm
 from coupler.loop.turns import OLD_LOGPROBS, takes_one_step
@@ -46,7 +45,7 @@ class Completing:
 
     async def whole(self) -> Batch:
         """Wait for all parts, and return them as one batch."""
-        return Batch.concat(await asyncio.gather(*self.parts))
+        return joined(await asyncio.gather(*self.parts))
 
     async def close(self) -> None:
         """End the parts that are still waited for."""

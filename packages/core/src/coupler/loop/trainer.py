@@ -14,6 +14,7 @@ from coupler.batch import Batch
 from coupler.batch.columns import of_policy
 from coupler.config.schema import RunConfig
 from coupler.conversation.measures import describe, describe_trained
+from coupler.conversation.packing import joined
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Algorithm, ShardingManager, StepResult
 from coupler.loop.buffer import Buffer
@@ -102,7 +103,7 @@ class Trainer:
                 # not in the step before, so that nothing runs at a checkpoint
                 await self.buffer.advance(step - 1)
                 async for groups in self.buffer.take(self.parts):
-                    part = Batch.concat(groups)
+                    part = joined(groups)
                     check_versions(of_policy(part), step - 1, self.config.max_staleness)
                     completing.begin(part)
             async with clock("time/complete"):
