@@ -43,12 +43,15 @@ CALL = {
     "type": "function",
     "function": {"name": "look", "arguments": {"at": "é 中"}},
 }
-# as Mistral's models have it
+# as models of Mistral have them
 MOVES = (
     "{% set at = messages | map(attribute='role') | list %}{% for m in messages %}{% if tools and "
     "m.role == 'user' and 'user' not in at[loop.index:] %}<|im_start|>system\n{% for t in tools %}"
     "{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
 ) + KEEPS.partition("{% for m in messages %}")[2]
+LOSES = PLAIN.replace(
+    "in messages %}", "in messages if m.role != 'system' or messages[-1].role == 'user' %}"
+)
 REFUSAL = re.compile(r"row 0 \(from 0\) of a.jsonl, a conversation: .+\n  try:  ", re.DOTALL)
 
 
@@ -207,6 +210,7 @@ def test_earlier_reasoning_stays_or_its_turn_is_a_row_of_its_own(codec_of: Any) 
         (PLAIN.replace("m.content", "''"), TALK, "is not shown behind the generation prompt"),
         (PLAIN, [user("x"), answer("")], "is not shown behind the generation prompt"),
         (DROPS, TWICE, "writes turn 1 (from 0) otherwise once others follow"),
+        (LOSES, SYSTEM, "stands behind another text than the policy is shown before it"),
     ],
 )
 def test_a_template_that_does_not_show_its_turns_is_refused(

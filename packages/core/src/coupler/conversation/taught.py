@@ -17,7 +17,7 @@ from typing import Any
 from coupler.batch.trajectory import Origin, Segment, Trajectory
 from coupler.conversation.bridge import TemplateRenderer
 from coupler.conversation.chat_template import ChatTemplate, Unproved
-from coupler.conversation.messages import tidy
+from coupler.conversation.messages import became, tidy
 from coupler.data.dataset import Row
 from coupler.data.options import DataConfig, TrainOn
 from coupler.data.templates import Codec, messages_of
@@ -51,6 +51,11 @@ class Rendering:
         """
         ours = (TEMPLATE, but)
         return next((i + 1 for i in range(end - 1, -1, -1) if self.marks[i] not in ours), 0)
+
+    @property
+    def header(self) -> str:
+        """Return what the template writes behind the last message."""
+        return str.__str__(self.text)[self.behind_text(len(self.marks)) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +117,15 @@ class Conversations:
         keeps = self.config.keep_reasoning
 
         whole = self._render(messages, tools)
-        headers = {k: self._header(messages[:k], tools) for k in turns if keeps or k in wanted}
-        places = {k: self._turn(whole, k, header) for k, header in headers.items()}
-        alone = {k: self._render(messages[: k + 1], tools) for k in headers}
-        said = {k: self._said(alone[k], k, headers[k]) for k in headers}
+        asked = {k: self._asked(messages[:k], tools) for k in turns if keeps or k in wanted}
+        places = {k: self._turn(whole, k, before.header) for k, before in asked.items()}
+        alone = {k: self._render(messages[: k + 1], tools) for k in asked}
+        said = {k: self._said(alone[k], k, asked[k]) for k in asked}
 
         for k in wanted:
             thought = messages[k].get("reasoning_content", "").strip()
             self.unshown += thought not in str.__str__(alone[k].text)
-        rewritten = [k for k in headers if not _same(whole, places[k], alone[k], said[k])]
+        rewritten = [k for k in asked if not _same(whole, places[k], alone[k], said[k])]
         if rewritten and keeps:
             return [
                 self._kept(
@@ -200,17 +205,14 @@ class Conversations:
         text = "".join(mark if mark == TEMPLATE else TEXT for mark in found.marks)
         return Rendering(Traced(str.__str__(found), text), found.marks)
 
-    def _header(self, before: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> str:
-        """Return what the template writes between the last message of ``before`` and
-        what the policy says.
-        """
+    def _asked(self, before: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Rendering:
+        """Render what the policy is shown before it speaks."""
         if not before:
             raise Unproved(
                 "it begins with a message of the assistant, which answers nothing.\n"
                 "  try:  a message of a user before it"
             )
-        asked = self._render(before, tools, generate=True)
-        return str.__str__(asked.text)[asked.behind_text(len(asked.marks)) :]
+        return self._render(before, tools, generate=True)
 
     def _turn(self, rendering: Rendering, k: int, header: str) -> Turn | None:
         """Find what the policy says as message ``k``.
@@ -239,16 +241,24 @@ class Conversations:
             )
         return Turn(start, end, stop)
 
-    def _said(self, rendering: Rendering, k: int, header: str) -> Turn:
+    def _said(self, rendering: Rendering, k: int, asked: Rendering) -> Turn:
         """Return the last turn of a rendering.
 
         Raises:
             Unproved: the policy could not have said it.
         """
-        found = self._turn(rendering, k, header)
+        found = self._turn(rendering, k, asked.header)
         if not found:
             raise Unproved(
-                f"{self._named(k)} is not shown behind the generation prompt {header[-60:]!r}"
+                f"{self._named(k)} is not shown behind the generation prompt {asked.header[-60:]!r}"
+            )
+
+        shown, before = (str.__str__(each.text) for each in (asked, rendering))
+        if before[: found.start] != shown:
+            raise Unproved(
+                f"{self._named(k)} stands behind another text than the policy is shown before it: "
+                + became(shown, before[: found.start])
+                + ".\n  try:  another chat_template, or what it leaves out as text of the question"
             )
         return found
 
