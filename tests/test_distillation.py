@@ -133,6 +133,18 @@ def test_a_teachers_prompt_replaces_that_of_the_row_alone() -> None:
         behind(forked, [((1, 2, 0), (9, 9))] * 2)
 
 
+def test_a_teachers_prompt_that_is_too_long_is_refused_where_long_rows_are_dropped(
+    tmp_path: Path, models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    source = by_turns(tmp_path, "hint", "short", "what is 1 + 2 ? " * 60)
+    (tmp_path / "hint.txt").write_text("{prompt} {hint}")
+    given = arguments("train", models[0], tmp_path, tmp_path / "run")
+    more = (f"data.source={source}", "data.truncation=drop", "algorithm=opd", "steps=1")
+    assert main([*given, *more, f"teacher.prompt={tmp_path / 'hint.txt'}"]) == 2
+    assert "prompts are longer than 255 tokens" in capsys.readouterr().err
+
+
 def test_rows_learn_by_their_kind(tmp_path: Path, models: tuple[Path, Path]) -> None:
     """Half of the rows learn from rewards and half from the teacher, over two optimizer
     steps, and micro-batches of any size give the same numbers.

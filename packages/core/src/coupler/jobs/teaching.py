@@ -15,6 +15,7 @@ from coupler.batch.columns import DEMONSTRATION, OF_ENGINES, ROUTED_EXPERTS, TOP
 from coupler.config.checks import episode_tokens
 from coupler.data import Prompt, encode_prompts
 from coupler.data.dataset import Row
+from coupler.data.options import Truncation
 from coupler.data.templates import messages_of
 from coupler.engine_kit.sampling_mask import CUT
 from coupler.errors import ConfigError, CouplerError, DataError
@@ -160,7 +161,12 @@ def find_prompts(builder: Builder, prompts: Sequence[Prompt]) -> dict[int, tuple
 
     text = _read(config.teacher.prompt)
     rows = [_shown(prompt.row, text) for prompt in prompts]
-    whole = replace(config.data, max_prompt_tokens=2**31, drop_overlong=False)
+    whole = replace(
+        config.data,
+        max_prompt_tokens=2**31,
+        drop_overlong=False,
+        truncation=Truncation.ERROR,
+    )
     encoded, _ = encode_prompts(rows, builder.codec, whole)
     found = {prompt.row.index: prompt.ids for prompt in encoded}
 
