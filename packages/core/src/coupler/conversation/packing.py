@@ -301,7 +301,7 @@ def _turn_rewards(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     found: list[np.ndarray] = []
     for sample in samples:
         turns = [done for row in sample.rows for done in row.trained]
-        given = sample.turn_rewards or (*[0.0] * (len(turns) - 1), sample.reward)
+        given = sample.turn_rewards or (*[0.0] * (len(turns) - 1), sample.reward)[: len(turns)]
         if len(given) != len(turns):
             raise CouplerError(
                 f"an episode of {len(turns)} turns has {len(given)} turn rewards.\n"
