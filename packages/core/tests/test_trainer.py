@@ -28,6 +28,7 @@ from coupler.interfaces import (
     open_transport,
 )
 from coupler.jobs.device_sharing import start
+from coupler.loop.buffer import Buffer
 from coupler.loop.engine_group import EngineGroup
 from coupler.rewards import RewardPool
 from coupler.testing.models import read_tensors, rewrite
@@ -227,6 +228,28 @@ class NotFinite(ToyAlgorithm):
     def advantages(self, batch):  # type: ignore[no-untyped-def]
         batch = super().advantages(batch)
         return batch.with_tokens(advantages=np.full_like(batch["advantages"], np.inf))
+
+
+def test_a_state_of_the_buffer_is_a_copy() -> None:
+    """A save that waits for the one before it writes the state later, while groups are
+    rejected and others are admitted.
+    """
+
+    async def story() -> None:
+        buffer = Buffer(2, 1, 10)
+        for _ in range(4):
+            await buffer.admit()
+        state = buffer.state()
+        await buffer.reject(1, "its rewards are invalid")
+        await buffer.admit()
+        assert (state["submitted"], state["admitted"]) == (4, [0, 1, 2, 3])
+        assert buffer.admitted == [0, 2, 3, 4]
+
+        buffer.restore(state, {})
+        await buffer.reject(1, "its rewards are invalid")
+        assert state["admitted"] == [0, 1, 2, 3]
+
+    asyncio.run(story())
 
 
 def test_dynamic_sampling_asks_for_more(tmp_path: Path) -> None:

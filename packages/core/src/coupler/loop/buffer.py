@@ -106,10 +106,8 @@ class Buffer:
 
     def state(self) -> dict[str, Any]:
         """Return the counters as plain JSON, without the groups of ``ready``."""
-        return {
-            key: getattr(self, key)
-            for key in ("version", "submitted", "rejected", "rejected_in_step", "admitted")
-        }
+        counters = ("version", "submitted", "rejected", "rejected_in_step")
+        return {key: getattr(self, key) for key in counters} | {"admitted": [*self.admitted]}
 
     def restore(self, state: Mapping[str, Any], ready: Mapping[int, Batch]) -> None:
         """Go on from ``state`` with the groups ``ready``."""
