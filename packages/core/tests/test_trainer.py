@@ -206,6 +206,29 @@ def test_epochs_over_a_batch_are_as_many_batches_of_the_same_rows(tmp_path: Path
     asyncio.run(both())
 
 
+def test_no_optimizer_step_is_without_a_sequence(tmp_path: Path) -> None:
+    """It would move the weights by what AdamW remembers, and count as a loss of 0."""
+    run, batches = ToyRun(tmp_path, small(steps=1)), []
+    train = run.policy.train
+    run.policy.train = lambda batch, *rest: batches.append(batch) or train(batch, *rest)
+    run.run()
+
+    async def trained(number: int) -> tuple[float, dict[str, np.ndarray]]:
+        group = EngineGroup(run.executor, run.policy.spec, [Rank()])
+        await group.setup()
+        done = await group.train(batches[0].take([2, 5]), number, 0, 2)
+        assert len(done.steps) == group.steps_done == 4
+        return done.metrics["loss"].value, dict(group.ranks[0].of.engine.weights())
+
+    async def both() -> None:
+        (loss, weights), (same, others) = await trained(2), await trained(3)
+        assert loss == same != 0
+        for name, tensor in weights.items():
+            np.testing.assert_array_equal(tensor, others[name])
+
+    asyncio.run(both())
+
+
 class Picky(ToyAlgorithm):
     """Keeps every second group."""
 

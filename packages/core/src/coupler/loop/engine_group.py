@@ -147,9 +147,11 @@ class EngineGroup:
         trajectories.
 
         The batch is cut into mini-batches first and into shards second, so that each
-        step has one global normalisation. A trajectory stays in one mini-batch.
+        step has one global normalisation. A trajectory stays in one mini-batch. There
+        are fewer steps where there are fewer trajectories: none is without one.
         """
         assert self.algorithm, f"role {self.spec.role} is not trained"
+        num_steps = min(num_steps, len(batch.trajectories()[0]))
         shards: list[list[MiniBatch]] = [[] for _ in range(self.layout.num_shards)]
         num_replicas = 1 + int(batch["replica"].max()) if batch.has("replica") else 1
         for i, rows in enumerate(_mini_batches(batch, num_steps)):
