@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import dropwhile
+from math import isfinite
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -260,12 +261,14 @@ class Checkpoints:
         }
         _publish(part, manifest, hashed)
         _sweep(self.folder)
-        self._prune()
+        self._prune(manifest["step"])
 
-    def _prune(self) -> None:
+    def _prune(self, step: int) -> None:
         """Delete all checkpoints but the last, the best and the last healthy ones.
 
         The folders on disk are looked at, so that those of earlier starts count too.
+        Those after ``step`` do not: the run did not go on from them, for they are
+        damaged.
         """
         if not self.settings.keep_last:
             return
@@ -275,17 +278,16 @@ class Checkpoints:
         known = {
             folder: manifest
             for folder, manifest in manifests.items()
-            if manifest and manifest.get(RUN, ours) == ours
+            if manifest and manifest.get(RUN, ours) == ours and manifest["step"] <= step
         }
         healthy = [folder for folder, manifest in known.items() if manifest["healthy"]]
-        ranked = [
-            folder
+        best = {
+            folder: manifest["best"][1]
             for folder, manifest in known.items()
             if manifest["best"] and manifest["best"][0] == self.settings.best_metric
-        ]
-        ranked.sort(key=lambda folder: known[folder]["best"][1])
-        if not self.settings.lower_is_better:
-            ranked.reverse()
+        }
+        sign = 1 if self.settings.lower_is_better else -1
+        ranked = sorted(filter(lambda f: isfinite(best[f]), best), key=lambda f: sign * best[f])
         keep = {
             *list(known)[: self.settings.keep_last],
             *healthy[:1],
