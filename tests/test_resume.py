@@ -791,6 +791,30 @@ def test_an_asynchronous_run_uses_nothing_twice(
     used_once(tmp_path / "run", 8, lost=rejecting)
 
 
+def test_the_calls_of_an_evaluation_are_of_its_step(
+    toy: Callable[..., int], tmp_path: Path
+) -> None:
+    """So that a run that goes on after it measures what it would have measured."""
+    (tmp_path / "some.py").write_text(
+        "def score(completion):\n    return float('nan' if len(completion) % 3 else 1)\n"
+    )
+    given = (
+        "deterministic=true",
+        f"reward.target={tmp_path / 'some.py'}:score",
+        "reward.max_invalid_fraction=1",
+        "max_rejected_factor=1000",
+        "eval.every_steps=2",
+        f"eval.data.source={tmp_path / 'rows.jsonl'}",
+    )
+    assert toy("whole", *given, "steps=3") == 0
+    assert toy("parts", *given) == toy("parts", *given, "steps=3") == 0
+    whole, parts = (
+        reproducible(tmp_path / name, but=("time/", "run/")) for name in ("whole", "parts")
+    )
+    assert whole == parts
+    assert 0 < whole[2]["reward/invalid_rate"] < 1
+
+
 def test_a_save_that_fails_ends_the_run_with_its_reason(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -268,17 +268,18 @@ class _Steps:
 
     async def after(self, step: int, metrics: Metrics) -> dict[str, float]:
         config = self.builder.config
+        if self.evaluation and self.evaluates(step):
+            evaluated, scored = await self.evaluation.run(step)
+            self.journal.write_samples(f"eval_{step}.jsonl", scored, self.builder.codec.decode)
+            metrics = metrics | evaluated
+
+        # Its calls of the reward are of this step, so that no checkpoint has to hold them.
         metrics = merge([metrics, self.opinions.rewards.metrics()]) | self.kept.speed.metrics(
             metrics
         )
         # The memory that a process holds differs from run to run.
         if not config.deterministic:
             metrics |= self.residency.metrics()
-
-        if self.evaluation and self.evaluates(step):
-            evaluated, scored = await self.evaluation.run(step)
-            self.journal.write_samples(f"eval_{step}.jsonl", scored, self.builder.codec.decode)
-            metrics |= evaluated
 
         self.last = self.journal.log(step, metrics)
         if learns_nothing := self.kept.watch.judge(step, self.last):
