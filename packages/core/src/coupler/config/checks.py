@@ -130,16 +130,13 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
         elif "model" not in chosen:
             yield f"checkpoint.{key} needs model: no run goes on from a checkpoint without it."
 
-    best = settings.best_metric
-    if (
-        settings.keep_best
-        and best.startswith("eval/")
-        and not (config.eval.every_steps or config.eval.every_epochs)
-    ):
-        yield (
-            f"checkpoint.keep_best needs {best}: set eval.every_steps, or "
-            "checkpoint.best_metric to another metric."
-        )
+    best, evaluates = settings.best_metric, config.eval.every_steps or config.eval.every_epochs
+    for key in ("checkpoint.keep_best", "eval.patience"):
+        if section(config, key) and best.startswith("eval/") and not evaluates:
+            yield (
+                f"{key} needs {best}: set eval.every_steps, or checkpoint.best_metric to another "
+                "metric."
+            )
 
 
 def _worker_problems(config: RunConfig, job: Job) -> Iterator[str]:
