@@ -5,6 +5,7 @@ be wrong silently.
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -30,6 +31,7 @@ from coupler.interfaces import (
 from coupler.jobs.device_sharing import start
 from coupler.loop.buffer import Buffer
 from coupler.loop.engine_group import EngineGroup
+from coupler.loop.state import State
 from coupler.rewards import RewardPool
 from coupler.testing.models import read_tensors, rewrite
 from coupler.testing.toy import ToyAlgorithm, ToyEngine, ToyRollout, log_softmax
@@ -273,6 +275,24 @@ def test_a_state_of_the_buffer_is_a_copy() -> None:
         assert state["admitted"] == [0, 1, 2, 3]
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_that_goes_on_reports_every_sample(tmp_path: Path, max_staleness: int) -> None:
+    """Those too that came between the metrics of a step and its checkpoint."""
+    for name in ("whole", "other"):
+        (tmp_path / name).mkdir()
+    whole, other = (
+        ToyRun(tmp_path / name, small(max_staleness=max_staleness), algorithm="test_trainer:Picky")
+        for name in ("whole", "other")
+    )
+    whole.run()
+
+    state = State(json.loads(json.dumps(whole.trainer.state().plain)))
+    assert other.policy.algorithm
+    other.build(other.policy.algorithm).restore(state)
+    assert bool(max_staleness) == bool(whole.sampler.seen)
+    assert other.sampler.metrics() == whole.sampler.metrics()
 
 
 def test_dynamic_sampling_asks_for_more(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import count
 from typing import Any
 
@@ -18,7 +18,7 @@ from coupler.data import Codec, Prompt, PromptStream
 from coupler.interfaces import Algorithm, Request
 from coupler.loop.buffer import Buffer
 from coupler.loop.rollout_group import RolloutGroup
-from coupler.metrics import Metrics, merge
+from coupler.metrics import Metric, Metrics, merge, read
 from coupler.rewards import Invalid, Scored, judged
 from coupler.rewards.opinions import Episode, Rewards
 from coupler.system.seeding import derive
@@ -223,8 +223,10 @@ class Sampler:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the prompts and the unfinished ones, as plain JSON."""
-        return {"prompts": self.prompts.state(), "unfinished": sorted(self.unfinished.items())}
+        """Return place in the prompts, unfinished ones and metrics, as plain JSON."""
+        seen = [[n, {k: astuple(m) for k, m in read(one).items()}] for n, one in self.seen.items()]
+        unfinished = sorted(self.unfinished.items())
+        return {"prompts": self.prompts.state(), "unfinished": unfinished, "seen": seen}
 
     def restore(self, state: Mapping[str, Any], *, reset_data: bool = False) -> None:
         """Go on from ``state``, and start unfinished prompts again with the same seeds.
@@ -232,6 +234,7 @@ class Sampler:
         With ``reset_data`` all prompts come from the start of the data, also in place
         of the unfinished ones.
         """
+        self.seen = {n: {k: Metric(*m) for k, m in one.items()} for n, one in state.get("seen", ())}
         if reset_data:
             self.unfinished = {number: self.prompts.next() for number, _ in state["unfinished"]}
         else:
