@@ -174,7 +174,11 @@ def test_the_numbers_of_a_validation_are_those_of_transformers(model: Path, tmp_
         (("eval.every_steps=1",), "eval.data.source is empty"),
         (("eval.patience=1",), "checkpoint.best_metric=eval/reward needs evaluations that sample"),
         (
-            ("eval.patience=1", "checkpoint.best_metric=eval/nll", "checkpoint.lower_is_better=true"),
+            (
+                "eval.patience=1",
+                "checkpoint.best_metric=eval/nll",
+                "checkpoint.lower_is_better=true",
+            ),
             "eval.patience needs eval/nll: set eval.every_steps, or checkpoint.best_metric to",
         ),
         (

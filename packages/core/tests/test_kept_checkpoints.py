@@ -40,9 +40,7 @@ def test_a_metric_that_is_no_number_is_not_the_best(
     """NaN is neither above nor below another number, so that no order has a place for
     it.
     """
-    settings = CheckpointConfig(
-        keep_last=1, keep_best=1, best_metric="loss", lower_is_better=lower
-    )
+    settings = CheckpointConfig(keep_last=1, keep_best=1, best_metric="loss", lower_is_better=lower)
     saves = [(step, {"loss": value}, True) for step, value in enumerate(values, 1)]
     best = values.index(1 if lower else 3) + 1
     assert kept_of(tmp_path, settings, saves) == {"step_4", f"step_{best}"}

@@ -273,7 +273,7 @@ class _Steps:
             self.journal.write_samples(f"eval_{step}.jsonl", scored, self.builder.codec.decode)
             metrics = metrics | evaluated
 
-        # Its calls of the reward are of this step, so that no checkpoint has to hold them.
+        # Its calls of the reward count here, so that no checkpoint has to hold them.
         metrics = merge([metrics, self.opinions.rewards.metrics()]) | self.kept.speed.metrics(
             metrics
         )
