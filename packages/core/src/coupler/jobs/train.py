@@ -270,7 +270,11 @@ class _Steps:
         config = self.builder.config
         if self.evaluation and self.evaluates(step):
             evaluated, scored = await self.evaluation.run(step)
-            self.journal.write_samples(f"eval_{step}.jsonl", scored, self.builder.codec.decode)
+            self.journal.write_samples(
+                f"eval_{step}.jsonl",
+                scored,
+                self.builder.codec.decode,
+            )
             metrics = metrics | evaluated
 
         # Its calls of the reward count here, so that no checkpoint has to hold them.

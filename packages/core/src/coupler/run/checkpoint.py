@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import dropwhile
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -155,9 +155,20 @@ class Checkpoints:
                 if HF_MODEL in contents:
                     await group.export(part / model_folder(role), Path(group.spec.model.path))
 
-        manifest = self._manifest(step, roles, what, values, healthy)
-        sizes = _sizes(self.folder.parent)
-        self.under_way = asyncio.create_task(self._finish(part, roles, manifest, sizes))
+        manifest = self._manifest(
+            step,
+            roles,
+            what,
+            values,
+            healthy,
+        )
+        finishing = self._finish(
+            part,
+            roles,
+            manifest,
+            sizes=_sizes(self.folder.parent),
+        )
+        self.under_way = asyncio.create_task(finishing)
         if not self.settings.asynchronous:
             await self.settle()
 
@@ -233,7 +244,13 @@ class Checkpoints:
             }
 
         with writing(f"the checkpoint {part}"):
-            completing = in_daemon(self._complete, part, manifest, hashed, sizes)
+            completing = in_daemon(
+                self._complete,
+                part,
+                manifest,
+                hashed,
+                sizes,
+            )
             await asyncio.wait({completing}, timeout=max(0.0, end - time.monotonic()))
             if not completing.done():
                 completing.cancel()
@@ -281,13 +298,7 @@ class Checkpoints:
             if manifest and manifest.get(RUN, ours) == ours and manifest["step"] <= step
         }
         healthy = [folder for folder, manifest in known.items() if manifest["healthy"]]
-        best = {
-            folder: manifest["best"][1]
-            for folder, manifest in known.items()
-            if manifest["best"] and manifest["best"][0] == self.settings.best_metric
-        }
-        sign = 1 if self.settings.lower_is_better else -1
-        ranked = sorted(filter(lambda f: isfinite(best[f]), best), key=lambda f: sign * best[f])
+        ranked = self._ranked(known)
         keep = {
             *list(known)[: self.settings.keep_last],
             *healthy[:1],
@@ -298,6 +309,25 @@ class Checkpoints:
             # Without its manifest the folder does not count, whenever this ends.
             (folder / MANIFEST).unlink()
             shutil.rmtree(folder)
+
+    def _ranked(self, known: Mapping[Path, Mapping[str, Any]]) -> list[Path]:
+        """Return the checkpoints with a number of ``best_metric``, the best one first.
+
+        Of equal ones that which comes first in ``known`` is the better one. NaN has no
+        place in any order.
+        """
+        sign = 1 if self.settings.lower_is_better else -1
+        found: dict[Path, float] = {}
+
+        for folder, manifest in known.items():
+            metric, value = manifest["best"] or ("", nan)
+            if metric == self.settings.best_metric and isfinite(value):
+                found[folder] = sign * value
+
+        return sorted(
+            found,
+            key=found.__getitem__,
+        )
 
 
 def _sizes(run_dir: Path) -> dict[str, int]:
@@ -369,7 +399,8 @@ def _publish(part: Path, manifest: dict[str, Any], hashed: Mapping[str, Sequence
         str(path.relative_to(part)): path for path in sorted(part.rglob("*")) if path.is_file()
     }
     read = [name for name in files if name not in hashed]
-    hashes = {**hashed, **dict(zip(read, hash_files([files[name] for name in read]), strict=True))}
+    found = hash_files([files[name] for name in read])
+    hashes = {**hashed, **dict(zip(read, found, strict=True))}
 
     manifest["chunk_bytes"] = CHUNK_BYTES
     manifest["files"] = {
@@ -381,7 +412,7 @@ def _publish(part: Path, manifest: dict[str, Any], hashed: Mapping[str, Sequence
     for path in (*files.values(), part / MANIFEST, *_directories(part)):
         flush(path)
     folder = part.with_suffix("")
-    if (found := facts(folder)) and found.get(RUN) != manifest.get(RUN):
+    if (there := facts(folder)) and there.get(RUN) != manifest.get(RUN):
         # It is whole, perhaps, and of another run.
         set_aside(folder)
     remove(folder)
