@@ -25,12 +25,19 @@ from helpers import (
     write_model,
 )
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import (
+    AfmoeConfig,
+    AutoModelForCausalLM,
+    Dots1Config,
+    Gemma2Config,
+)
 
 from coupler.batch import Batch
+from coupler.engine_kit.precision import Precision
 from coupler.errors import CouplerError
-from coupler.interfaces import EVERYTHING, Output, Part, Rank
+from coupler.interfaces import EVERYTHING, Model, Output, Part, Rank
 from coupler.testing.models import read_tensors, rewrite
+from coupler_engine_fsdp.rollout_model import build, load_named
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="compares on the CPU: set CUDA_VISIBLE_DEVICES="
@@ -125,6 +132,42 @@ def test_sync_dtype_is_apart_from_the_dtype(folder_of: Folder) -> None:
         folder_of("qwen3"), dtype=torch.bfloat16
     ).state_dict()
     assert all(torch.equal(tensor, plain[name]) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("family", "experts"), [("dots1", Dots1Config), ("afmoe", AfmoeConfig)])
+def test_the_bias_of_a_router_is_never_rounded(
+    tmp_path: Path, family: str, experts: type, frozen: bool
+) -> None:
+    """It tells between experts that are close: a rollout and an export would choose
+    others. Some families have it in a buffer, others in a parameter.
+    """
+    sizes = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    counts = {
+        "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+        "afmoe": {"num_experts": 4, "num_dense_layers": 0, "layer_types": ["full_attention"] * 2},
+    }
+    config = experts(**SHAPE, head_dim=12, **sizes, **counts[family])
+    tensors = read_tensors(write_model(tmp_path / "m", config))
+    biases = {name: tensor for name, tensor in tensors.items() if "e_score" in name}
+    biases |= {name: tensor for name, tensor in tensors.items() if "expert_bias" in name}
+    assert len(biases) == SHAPE["num_hidden_layers"]
+    biases = {name: 7 + np.linspace(0, 0.01, 4, dtype=np.float32) for name in biases}
+    folder = rewrite(tmp_path / "m", tmp_path / "biased", {**tensors, **biases})
+
+    engine = make_engine(folder, dtype="bf16", frozen=frozen)
+    held = engine.policy.causal.state_dict()
+    assert {held[name].dtype for name in biases} == {torch.float32}
+    weights = dict(engine.weights())
+    for name, bias in biases.items():
+        np.testing.assert_array_equal(weights.pop(name).numpy(), bias)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+    rollout = build(Model(str(folder)), Precision.BF16, Rank())
+    load_named(rollout, engine.weights(), 0)
+    state = rollout.state_dict()
+    for name, bias in biases.items():
+        np.testing.assert_array_equal(state[name].numpy(), bias)
 
 
 def test_weights_are_the_tensors_of_the_index(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from coupler_engine_fsdp import attention
 from coupler_engine_fsdp.logprobs import token_logprobs, top_ids
 from coupler_engine_fsdp.packing import Packed
 from coupler_engine_fsdp.value import ValueHead, ValueModel
+from coupler_engine_fsdp.weights import is_exact
 
 # Applied to logits after the head.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
@@ -164,6 +165,7 @@ def build(model: Model, tile: int, recomputed: int | None) -> Policy | ValueMode
 
     if recomputed != 0:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
+    _buffer_exact(causal)
     # A log-prob is one of the distribution that is sampled, so nothing is dropped.
     for module in causal.modules():
         if isinstance(module, nn.Dropout):
@@ -194,6 +196,18 @@ def _refuse(config: Any) -> None:
             config,
             f"its rotary embedding of type {rope!r} depends on the other sequences of a batch",
         )
+
+
+def _buffer_exact(causal: PreTrainedModel) -> None:
+    """Make buffers of parameters that are never rounded.
+
+    They get no gradient, and FSDP casts parameters alone.
+    """
+    for module in causal.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if is_exact(name):
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
 
 
 def _unsupported(config: Any, why: str) -> CouplerError:

@@ -35,6 +35,7 @@ from coupler_engine_fsdp.rollout_columns import (
     cache_arguments,
     mask_per_head,
 )
+from coupler_engine_fsdp.weights import is_exact
 
 ATTENTION = "coupler_columns"
 # Elements that dummy weights repeat.
@@ -75,6 +76,9 @@ def build(model: Model, dtype: Precision, rank: Rank) -> PreTrainedModel:
             config, "its attention cannot be replaced by one over the rollout's cache"
         )
     built.tie_weights()
+    for name, tensor in built.state_dict(keep_vars=True).items():
+        if is_exact(name):
+            tensor.data = tensor.data.float()
     fill(built.requires_grad_(False).parameters(), rank.seed)
     return built.eval()
 

@@ -264,11 +264,19 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.redistribute(placements=[Replicate()] * len(tensor.placements)).to_local()
 
 
+def is_exact(name: str) -> bool:
+    """Tell if a tensor is never rounded: the bias by which a router chooses experts.
+
+    It decides between experts that are close.
+    """
+    return name.endswith(("correction_bias", "expert_bias"))
+
+
 def stream(matched: Iterable[Named], experts: Experts, dtype: torch.dtype) -> Iterator[Named]:
-    """Yield every tensor of the checkpoint whole, in ``dtype``."""
+    """Yield every tensor of the checkpoint whole, in ``dtype`` if it may be rounded."""
     for name, tensor in matched:
         # The name lets go of what it was cast from.
-        tensor = whole(tensor, dtype)
+        tensor = whole(tensor, None if is_exact(name) else dtype)
         yield from _as_stored(name, tensor, experts)
 
 
