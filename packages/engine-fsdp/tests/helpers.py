@@ -19,6 +19,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 from coupler.batch import Batch
@@ -53,6 +54,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=16,
         tie_word_embeddings=False,
     ),  # no multiple of 2 or 4 either
+    # layers that drop by a function, not by a module
+    "dropout": SeedOssConfig(**SHAPE, head_dim=12, residual_dropout=0.5, attention_dropout=0.5),
     # moments in 8 bits: rows of 64 and of 128, and weights that are too small
     "blocks": Qwen3Config(
         **{**SHAPE, "hidden_size": 64, "intermediate_size": 128},

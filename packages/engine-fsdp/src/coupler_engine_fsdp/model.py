@@ -145,6 +145,7 @@ def build(model: Model, tile: int, recomputed: int | None) -> Policy | ValueMode
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         _refuse(config)
+        _drop_nothing(config.get_text_config())
         # A critic has no head to tie.
         if model.head is not HeadKind.LM:
             config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
@@ -166,7 +167,7 @@ def build(model: Model, tile: int, recomputed: int | None) -> Policy | ValueMode
     if recomputed != 0:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
     _buffer_exact(causal)
-    # A log-prob is one of the distribution that is sampled, so nothing is dropped.
+    # A model's own code may drop what no configuration says.
     for module in causal.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -196,6 +197,17 @@ def _refuse(config: Any) -> None:
             config,
             f"its rotary embedding of type {rope!r} depends on the other sequences of a batch",
         )
+
+
+def _drop_nothing(text: Any) -> None:
+    """Set every rate of dropout to 0: a log-prob is one of the distribution that is
+    sampled.
+
+    Many layers drop by a function with a rate of the configuration, not by a module.
+    """
+    for name, value in vars(text).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(text, name, 0.0)
 
 
 def _buffer_exact(causal: PreTrainedModel) -> None:
