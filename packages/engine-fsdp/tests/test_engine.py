@@ -30,6 +30,10 @@ from transformers import (
     AutoModelForCausalLM,
     Dots1Config,
     Gemma2Config,
+    Gemma3TextConfig,
+    JetMoeConfig,
+    Llama4TextConfig,
+    Qwen2MoeConfig,
 )
 
 from coupler.batch import Batch
@@ -375,6 +379,39 @@ def test_models_whose_logprobs_would_be_wrong_are_refused(tmp_path: Path) -> Non
     folder = write_model(tmp_path / "rope", type(CONFIGS["llama"])(**SHAPE, rope_parameters=rope))
     with pytest.raises(CouplerError, match="rotary"):
         make_engine(folder)
+    each = {
+        "full_attention": rope,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    kinds = Gemma3TextConfig(**SHAPE, head_dim=12, rope_parameters=each)
+    with pytest.raises(CouplerError, match="rotary"):
+        make_engine(write_model(tmp_path / "kinds", kinds))
+
+
+def test_a_window_that_attention_does_not_ask_for_is_refused(tmp_path: Path) -> None:
+    """It is in the mask of transformers alone, and in no check of a few tokens."""
+    windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    experts = {"num_experts": 4, "moe_intermediate_size": 16}
+    folder = write_model(tmp_path, Qwen2MoeConfig(**SHAPE, **experts, **windows))
+    with pytest.raises(CouplerError, match="Qwen2MoeAttention is local by its configuration"):
+        make_engine(folder)
+
+
+def test_a_model_that_does_not_run_on_packed_sequences_is_one_sentence(tmp_path: Path) -> None:
+    """Its layers take a mask apart, or it has no backbone of its own."""
+    experts = {"num_local_experts": 2, "intermediate_size_mlp": 80, "head_dim": 12}
+    kinds = ["full_attention"] * SHAPE["num_hidden_layers"]
+    config = Llama4TextConfig(**SHAPE, **experts, layer_types=kinds)
+    folder = write_model(tmp_path / "llama4", config)
+    with pytest.raises(CouplerError, match=r"type 'llama4_text': it does not run .*Attribute"):
+        make_engine(folder)
+    few = {"num_local_experts": 2, "num_hidden_layers": 1, "hidden_size": 48, "vocab_size": 99}
+    folder = write_model(
+        tmp_path / "jet", JetMoeConfig(**few, kv_channels=12, intermediate_size=16)
+    )
+    with pytest.raises(CouplerError, match="gradient_checkpointing=false"):
+        make_engine(folder, gradient_checkpointing=True)
+    make_engine(folder)
 
 
 @pytest.mark.parametrize(

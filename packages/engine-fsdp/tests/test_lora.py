@@ -11,11 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import WANT, arrays, info, loss, make_batch, make_engine, reference, worst
+from helpers import (
+    WANT,
+    arrays,
+    info,
+    loss,
+    make_batch,
+    make_engine,
+    reference,
+    worst,
+    write_model,
+)
+from transformers import GPT2Config
 
 from coupler.engine_kit.lora_names import names_of
 from coupler.engine_kit.peft_folder import write_adapter
-from coupler.errors import CouplerError
+from coupler.errors import ConfigError, CouplerError
 from coupler.interfaces import EVERYTHING, Output
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
@@ -186,6 +197,14 @@ def test_a_folder_that_does_not_fit_is_refused(
     settings = {"target_modules": ["q_proj"], **settings}
     with pytest.raises(CouplerError, match=what):
         make_engine(folder_of("qwen2"), lora_rank=RANK, lora_adapter_path=str(path), **settings)
+
+
+def test_a_model_without_a_linear_map_is_refused(tmp_path: Path) -> None:
+    """Layers of GPT-2 have matrices of another kind."""
+    sizes = {"vocab_size": 99, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    folder = write_model(tmp_path, GPT2Config(**sizes))
+    with pytest.raises(ConfigError, match=r"(?s)target_modules names all-linear.*has:  none"):
+        make_engine(folder, lora_rank=RANK)
 
 
 def test_the_scale_of_a_folder_is_its_own(folder_of: Folder, tmp_path: Path) -> None:

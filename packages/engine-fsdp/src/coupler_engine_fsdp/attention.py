@@ -36,6 +36,8 @@ _GROUPED: dict[str, Any] = (
 )
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Arguments that change what attention computes."""
+LOCAL = ("sliding_attention", "chunked_attention")
+"""Transformers' names of layers whose tokens do not see all that came before."""
 
 
 FLASH_2 = torch.cuda.is_available() and is_usable("flash-attn", "flash_attn")
@@ -230,10 +232,13 @@ def packed_attention(
     """
     odd = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     causal = getattr(module, "is_causal", True)
-    if packing is None or attention_mask is not None or odd or not causal:
+    local = _is_local(module) and sliding_window is None
+    if packing is None or attention_mask is not None or odd or not causal or local:
         what = "is not causal self-attention over the packed row"
         if odd:
             what = f"uses {', '.join(odd)}"
+        elif local:
+            what = "is local by its configuration, and asks for no window"
         raise CouplerError(
             f"engine=fsdp cannot run this model: the attention of {type(module).__name__} {what}."
         )
@@ -247,6 +252,16 @@ def packed_attention(
     else:
         out = _by_block(query, key, value, packing, scaling, sliding_window)
     return (peers.to_tokens(out) if peers.size > 1 else out), None
+
+
+def _is_local(module: Any) -> bool:
+    """Tell if the configuration of a model gives this layer a window or chunks.
+
+    Some families have it in the mask alone, which is not built for packed rows.
+    """
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    return bool(kinds) and index is not None and kinds[index] in LOCAL
 
 
 def _fused(

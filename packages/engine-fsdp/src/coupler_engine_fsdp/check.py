@@ -20,8 +20,27 @@ _STATES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float8_e4m3fn: 0.3}
 """Parts of the largest element. A leak is off by about the largest element."""
 
 
-@torch.no_grad()
 def check(
+    policy: Policy | ValueModel, device: torch.device, coarsest: torch.dtype, peers: Peers
+) -> None:
+    """Run the model on a few tokens, as :func:`_compare` does.
+
+    Raises:
+        CouplerError: it cannot be run so, or computes something else.
+    """
+    # This is transformers' own boundary: a layer that needs a mask raises any of these.
+    # What a device raises, as where its memory is too small, is no matter of the model.
+    try:
+        _compare(policy, device, coarsest, peers)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CouplerError(
+            f"engine=fsdp cannot train model.path of type {policy.causal.config.model_type!r}: it "
+            f"does not run on packed sequences ({type(error).__name__}: {error})."
+        ) from error
+
+
+@torch.no_grad()
+def _compare(
     policy: Policy | ValueModel, device: torch.device, coarsest: torch.dtype, peers: Peers
 ) -> None:
     """Compare packed sequences, two of one prompt, with each one on its own.

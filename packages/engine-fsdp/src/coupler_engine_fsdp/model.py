@@ -164,6 +164,11 @@ def build(model: Model, tile: int, recomputed: int | None) -> Policy | ValueMode
     if not causal.is_backend_compatible():
         raise _unsupported(config, "its attention cannot be replaced by one that packs sequences")
 
+    if recomputed != 0 and not causal.supports_gradient_checkpointing:
+        raise CouplerError(
+            f"engine.gradient_checkpointing: layers of type {config.model_type!r} cannot compute "
+            "their activations again.\n  try:  engine.gradient_checkpointing=false"
+        )
     if recomputed != 0:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
     _buffer_exact(causal)
@@ -191,12 +196,23 @@ def _refuse(config: Any) -> None:
         if getattr(text, name, None) not in (None, 1.0):
             raise _unsupported(config, f"it has {name}={getattr(text, name)}")
 
-    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in _POSITION_DEPENDENT_ROPE:
+    if rope := position_dependent_rope(text):
         raise _unsupported(
             config,
             f"its rotary embedding of type {rope!r} depends on the other sequences of a batch",
         )
+
+
+def position_dependent_rope(text: Any) -> str:
+    """Return the type of a rotary embedding that depends on the longest sequence of a
+    batch, or an empty text.
+
+    A configuration has the parameters of all layers, or of each kind of layers.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = (rope, *(each for each in rope.values() if isinstance(each, dict)))
+    types = (kind.get("rope_type") for kind in kinds)
+    return next((each for each in types if each in _POSITION_DEPENDENT_ROPE), "")
 
 
 def _drop_nothing(text: Any) -> None:

@@ -29,6 +29,7 @@ from coupler.engine_kit.precision import Precision, dtype_of
 from coupler.errors import CouplerError
 from coupler.interfaces import Model, Named, Rank, SyncReceipt
 from coupler_engine_fsdp.distributed import prepare_device
+from coupler_engine_fsdp.model import position_dependent_rope
 from coupler_engine_fsdp.rollout_columns import (
     Shape,
     attend_columns,
@@ -99,7 +100,6 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
     text = config.get_text_config()
     layers = DynamicCache(config=text).layers
     odd = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
-    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
 
     if odd:
         raise unsupported(
@@ -107,7 +107,7 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
             f"it caches in {', '.join(odd)}, and only layers that attend to all earlier "
             "tokens run here",
         )
-    if rope in ("dynamic", "longrope"):
+    if rope := position_dependent_rope(text):
         raise unsupported(
             config,
             f"its rotary embedding of type {rope!r} depends on the other sequences of a batch",

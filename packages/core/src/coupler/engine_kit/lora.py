@@ -86,11 +86,11 @@ class LoRAConfig(AdamWConfig):
         modules = [weight.removesuffix(".weight") for weight in weights]
 
         for target in self.target_modules:
-            if target != ALL and not any(_hits(target, module) for module in modules):
+            if not any(_hits(target, module) for module in modules):
                 there = sorted({module.rpartition(".")[2] for module in modules})
                 raise ConfigError(
                     f"engine.target_modules names {target}, and no linear map of the model's "
-                    f"layers is called so.\n  it has:  {', '.join(there)}"
+                    f"layers is called so.\n  it has:  {', '.join(there) or 'none'}"
                 )
 
 
