@@ -396,6 +396,29 @@ def test_an_end_that_is_none_is_an_error(tmp_path: Path, rollout: str, what: str
         asyncio.run(story())
 
 
+class CutsOff(ToyRollout):
+    """Aborts after eight tokens."""
+
+    async def generate(self, request: Request) -> Completion:
+        done = await super().generate(replace(request, max_tokens=min(request.max_tokens, 8)))
+        return replace(done, finish="abort" if request.max_tokens > 8 else "length")
+
+
+def test_the_rest_of_a_completion_draws_random_numbers_of_its_own(tmp_path: Path) -> None:
+    """Where every token is as likely, the same numbers would give the same tokens."""
+    executor = Local(inline=True, waits=Waits(60.0, 60.0))
+    model = Model(str(write_toy(tmp_path)))
+    spec = RolloutSpec("test_rollouts:CutsOff", ToyRolloutConfig(), model)
+    group = RolloutGroup(executor, spec, [Rank()])
+
+    async def story() -> Completion:
+        await group.setup()
+        return await group.generate(Request((5, 6), 16, temperature=1e6, seed=3))
+
+    tokens = asyncio.run(story()).tokens
+    assert len(tokens) == 16 and tokens[:8] != tokens[8:]
+
+
 class Silent(ToyRollout):
     async def generate(self, request: Request) -> Completion:
         return await asyncio.get_running_loop().create_future()

@@ -23,6 +23,7 @@ from coupler.interfaces import (
 )
 from coupler.loop.routing import Router
 from coupler.system.log import get_logger
+from coupler.system.seeding import derive
 from coupler.worker.replica import RolloutSpec
 
 log = get_logger(__name__)
@@ -245,6 +246,8 @@ class RolloutGroup:
                 request,
                 prompt=request.prompt + done.tokens,
                 max_tokens=request.max_tokens - len(done.tokens),
+                # the random numbers of the first part would favour its tokens again
+                seed=derive(request.seed, "continued", len(done.tokens)),
             )
             more = await self._generate(rest)
 
@@ -267,14 +270,12 @@ class RolloutGroup:
         if done.finish not in FINISHES:
             raise CouplerError(
                 f"a rollout ended a request with {done.finish!r}, which is none of "
-                f"{', '.join(FINISHES)}.\n"
-                "  look at:  the rollout's log"
+                f"{', '.join(FINISHES)}.\n  look at:  the rollout's log"
             )
         if not len(done.tokens) == len(done.logprobs) == len(done.versions):
             raise CouplerError(
                 f"a rollout returned {len(done.logprobs)} log-probs and {len(done.versions)} "
-                f"versions of {len(done.tokens)} tokens.\n"
-                "  look at:  the rollout's log"
+                f"versions of {len(done.tokens)} tokens.\n  look at:  the rollout's log"
             )
         if request.routed_experts and done.routed_experts is None and done.tokens:
             raise CouplerError(
