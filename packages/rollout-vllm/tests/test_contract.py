@@ -95,6 +95,33 @@ def test_logprobs_that_do_not_match_the_tokens_are_an_error() -> None:
         engine.logprobs_of(output)
 
 
+def test_an_answer_that_cannot_be_read_is_an_error_of_its_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no death of the engine, and later requests have answers again."""
+    lost = 0
+
+    async def shortened(of: Any, receive: Any = engine.next_outputs) -> list[Any]:
+        outputs = await receive(of)
+        for output in outputs:
+            del output.new_token_ids[:lost]
+        return outputs
+
+    async def story() -> None:
+        nonlocal lost
+        monkeypatch.setattr(engine, "next_outputs", shortened)
+        request = Request((5, 6), 8, seed=1)
+        # The client has called the original before.
+        whole = await served.rollout.generate(request)
+        lost = 1
+        with pytest.raises(CouplerError, match="8 log-probs of 7 tokens"):
+            await asyncio.wait_for(served.rollout.generate(request), 60)
+        lost = 0
+        assert await asyncio.wait_for(served.rollout.generate(request), 60) == whole
+
+    served.run(story)
+
+
 def test_hand_overs_leave_memory_flat(served: Served, reference: TransformersReference) -> None:
     """30 of them, of this process and the engine's; test_gpu.py counts the device's
     too.

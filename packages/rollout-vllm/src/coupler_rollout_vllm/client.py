@@ -129,16 +129,21 @@ class Client:
         await self.engine.resume_generation()
 
     def lose(self, error: BaseException) -> None:
-        """Fail every running request, since the engine died."""
+        """Fail every running request, whose answer cannot come any more."""
         for request in self.running.values():
             if not request.ended.done():
                 request.ended.set_exception(error)
 
     async def _receive(self) -> None:
-        try:
-            while True:
+        dead = vllm.engine_dead()
+
+        while True:
+            try:
                 for output in await vllm.next_outputs(self.engine):
                     if output.request_id in self.running:
                         self.running[output.request_id].take(output)
-        except vllm.engine_dead() as error:
-            self.lose(error)
+            # An answer that cannot be read takes those behind it along.
+            except Exception as error:
+                self.lose(error)
+                if isinstance(error, dead):
+                    return
