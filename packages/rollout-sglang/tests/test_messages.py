@@ -41,6 +41,13 @@ def test_the_answers_of_one_scheduler_are_those_of_all() -> None:
     ]
 
 
+def test_a_side_that_ends_before_it_reads_is_gone() -> None:
+    ours, theirs = map(Wire, socket.socketpair())
+    ours.send({"text": "x"})
+    theirs.close()
+    assert ours.receive() is None
+
+
 def test_frames_keep_their_order_and_end_with_the_socket() -> None:
     ours, theirs = map(Wire, socket.socketpair())
     sent = [{"text": "x" * size} for size in (0, 1, 70_000, 3)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -40,7 +41,8 @@ def main() -> None:
     """Start what the first message asks for, and answer calls until the socket ends."""
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
     asked = wire.receive()
-    threading.Thread(target=end_with, args=(asked["parent"],), daemon=True).start()
+    owned = asked["parent"], asked["folder"]
+    threading.Thread(target=end_with, args=owned, daemon=True).start()
 
     try:
         arguments, facts = prepared(asked)
@@ -59,6 +61,7 @@ def main() -> None:
     watch_all()
     wire.send(facts)
     engine.loop.run_until_complete(answer(engine, wire))
+    end(asked["folder"])
 
 
 def prepared(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -119,14 +122,13 @@ async def answer(engine: Any, wire: Wire) -> None:
         task = asyncio.create_task(one(asked))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-    end()
 
 
-def end_with(parent: int) -> None:
+def end_with(parent: int, folder: str) -> None:
     """End all of the engine when the process that started this one has ended."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
-    end()
+    end(folder)
 
 
 def watch_all() -> None:
@@ -157,8 +159,14 @@ def lives(pid: int) -> bool:
         return False
 
 
-def end() -> None:
-    """Kill this process and all that it started: they are a group of their own."""
+def end(folder: str = "") -> None:
+    """Kill this process and all that it started: they are a group of their own.
+
+    Args:
+        folder: what nobody else removes, if there is anything.
+    """
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -88,6 +88,7 @@ class Process:
         """Start it, and tell it what to start."""
         # Short, since the names of sockets may not be long. It is ours alone.
         self.folder = tempfile.mkdtemp(prefix="sgl-")
+        self.gate = Gate(self.folder)
         self.closed = False
         ours, theirs = socket.socketpair()
 
@@ -103,7 +104,8 @@ class Process:
         theirs.close()
 
         self.wire = Wire(ours)
-        self.wire.send({**asked, "folder": self.folder, "parent": os.getpid()})
+        place = {"folder": self.folder, "gate": self.gate.path}
+        self.wire.send({**place, **asked, "parent": os.getpid()})
 
     def started(self) -> dict[str, Any]:
         """Wait for what the process says of the engine.
@@ -135,6 +137,7 @@ class Process:
             os.killpg(self.of.pid, signal.SIGKILL)
         self.of.wait()
         self.wire.close()
+        self.gate.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -155,8 +158,8 @@ class PrivateLink(Link):
 
     def __init__(self, asked: dict[str, Any]) -> None:
         """Start the engine, whose schedulers wait for :meth:`ready`."""
-        self.gate = Gate()
-        self.process = Process({**asked, "serve": None, "gate": self.gate.path})
+        self.process = Process({**asked, "serve": None})
+        self.gate = self.process.gate
         self.names = count()
         self.waiting: dict[int, asyncio.Future[Any]] = {}
         self.write: Callable[[Any], None] | None = None
@@ -200,7 +203,6 @@ class PrivateLink(Link):
 
     def close(self) -> None:
         self.process.close()
-        self.gate.close()
         if self.reader is not None:
             # Its event loop may have ended.
             with suppress(RuntimeError):
@@ -221,8 +223,7 @@ class HttpLink(Link):
         self.key, port = secrets.token_urlsafe(32), free_port()
         self.url = f"http://{LOOPBACK}:{port}"
         serve = {"host": LOOPBACK, "port": port, "api_key": self.key, "admin_api_key": self.key}
-        self.process = Process({**asked, "serve": serve})
-        self.process.started()
+        self.process = Process({**asked, "serve": serve, "gate": ""})
 
     async def call(self, name: str, body: dict[str, Any]) -> tuple[int, Any]:
         try:
@@ -260,6 +261,8 @@ class HttpLink(Link):
         return self.session
 
     async def ready(self) -> None:
+        if self.process is not None:
+            await asyncio.to_thread(self.process.started)
         until = time.monotonic() + (START_S if self.process else 10.0)
         while time.monotonic() < until:
             if self.process is not None and not self.process.lives:

@@ -102,7 +102,7 @@ class SGLangRollout(GatedRollout):
         self.vocabulary = int(text["vocab_size"])
 
         if self.config.mode is Mode.SERVER:
-            http = await asyncio.to_thread(HttpLink, self.config.server, self._asked(rank))
+            http = HttpLink(self.config.server, self._asked(rank))
             self.end = finalize(self, http.close)
             self.link = http
         else:

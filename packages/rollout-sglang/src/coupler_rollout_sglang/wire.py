@@ -35,7 +35,10 @@ class Wire:
     def _exactly(self, count: int) -> bytes | None:
         parts = bytearray()
         while len(parts) < count:
-            part = self.end.recv(count - len(parts))
+            part = b""
+            # A side that ends before it has read all resets the connection.
+            with suppress(ConnectionResetError):
+                part = self.end.recv(count - len(parts))
             if not part:
                 return None
             parts += part

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tempfile import NamedTemporaryFile
+import os
+from contextlib import suppress
+from tempfile import mkstemp
+from weakref import finalize
 
 OPEN = b"open"
 
@@ -16,29 +19,49 @@ class Gate:
         path: what the processes that wait have to know.
     """
 
-    def __init__(self) -> None:
-        self._file = NamedTemporaryFile(prefix="coupler-gate-", buffering=0)  # noqa: SIM115
-        self.path = self._file.name
-        _lock(self._file.fileno(), "LOCK_EX")
+    def __init__(self, folder: str | None = None) -> None:
+        """Make one in ``folder``, or where the temporary files of this machine are."""
+        self._file, self.path = mkstemp(
+            prefix="coupler-gate-",
+            dir=folder,
+        )
+        self._end = finalize(
+            self,
+            _remove,
+            self._file,
+            self.path,
+        )
+        _lock(self._file, "LOCK_EX")
 
     def open(self) -> None:
         """Let all go on who wait, or will before :meth:`close`."""
-        self._file.write(OPEN)
-        _lock(self._file.fileno(), "LOCK_UN")
+        os.write(self._file, OPEN)
+        _lock(self._file, "LOCK_UN")
 
     def close(self) -> None:
         """Remove the file. Whoever still waits learns that the gate stays shut."""
-        self._file.close()
+        self._end()
 
 
 def opens(path: str) -> bool:
-    """Wait at the gate of this path. Return whether it opened."""
-    try:
+    """Wait at the gate of this path. Return whether it opened.
+
+    The file of one that stays shut is removed, since a process that was killed has left
+    it.
+    """
+    with suppress(FileNotFoundError):
         with open(path, "rb") as file:
             _lock(file.fileno(), "LOCK_SH")
-            return file.read() == OPEN
-    except FileNotFoundError:
-        return False
+            if file.read() == OPEN:
+                return True
+        os.unlink(path)
+    return False
+
+
+def _remove(file: int, path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    os.close(file)
 
 
 def _lock(file: int, how: str) -> None:
