@@ -168,6 +168,25 @@ def test_a_cancelled_request_leaves_the_engine(served: Served) -> None:
     served.run(story)
 
 
+def test_a_request_that_is_cancelled_while_it_is_frozen_holds_no_update_up(
+    served: Served, reference: TransformersReference
+) -> None:
+    async def story() -> None:
+        rollout, request = served.rollout, Request((5, 6), 200)
+        running = asyncio.ensure_future(rollout.generate(request))
+        while not rollout.running:
+            await asyncio.sleep(0.001)
+        await rollout.pause(InFlight.STALE_KV)
+        running.cancel()
+        await asyncio.wait({running})
+        await served.edge.push((n, torch.from_numpy(t)) for n, t in reference.tensors.items())
+        await rollout.resume()
+        done = await rollout.generate(request)
+        assert set(done.versions) == {served.edge.version}
+
+    served.run(story)
+
+
 def test_the_cache_has_as_many_tokens_as_its_bytes_hold(served: Served) -> None:
     """The pool that SGLang made, against the formula of the arguments."""
     rollout = served.rollout

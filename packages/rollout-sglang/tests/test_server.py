@@ -73,6 +73,10 @@ def test_a_server_that_runs(
         assert np.abs(want - done.logprobs).max() < 2e-3
         assert set(done.versions) == {0}
 
+        # As a run leaves it that is killed amid a sync.
+        served.run(lambda: served.rollout.pause(InFlight.STALE_KV))
+        asyncio.run(sampled(rollout(url, reference), request))
+
         monkeypatch.setenv(KEY_VARIABLE, "another key of 16 characters")
         with pytest.raises(CouplerError, match=f"(?s)takes another key.*{KEY_VARIABLE}"):
             asyncio.run(started(rollout(url, reference)))
@@ -84,6 +88,14 @@ def test_a_server_that_runs(
         assert time.monotonic() - start < 30
     finally:
         served.close()
+
+
+async def sampled(one: SGLangRollout, request: Request) -> None:
+    try:
+        await one.setup(Rank())
+        await asyncio.wait_for(one.generate(request), 60)
+    finally:
+        one.close()
 
 
 async def started(one: SGLangRollout) -> None:

@@ -20,7 +20,7 @@ from coupler import errors
 from coupler.engine_kit import resident_bytes
 from coupler.engine_kit.inference.gated import GatedRollout, Sampled
 from coupler.errors import CouplerError, ReplicaDied, WeightSyncError
-from coupler.interfaces import Memory, Model, Rank, Request, WeightUpdate
+from coupler.interfaces import InFlight, Memory, Model, Rank, Request, WeightUpdate
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.arguments import positions_of, text_config
 from coupler_rollout_sglang.compat.version import installed
@@ -94,6 +94,8 @@ class SGLangRollout(GatedRollout):
         if self.prepared is None:
             await self.prepare(rank)
         self.begin(rank)
+        # A server has caches of earlier runs.
+        self.started = uuid4().hex
         self._running.clear()
         self.idle.set()
 
@@ -111,6 +113,9 @@ class SGLangRollout(GatedRollout):
         await self.link.ready()
 
         self.workers = await self._facts()
+        if self.config.server:
+            # A run that ended amid a sync left it frozen.
+            await self.thaw()
         self.routers: Routers | None = None
         if self.config.routed_experts:
             self.routers = Routers(
@@ -148,7 +153,7 @@ class SGLangRollout(GatedRollout):
             # No log-probs of the prompt.
             "logprob_start_len": -1,
             # No cache of older weights has this key.
-            "extra_key": str(self.updates),
+            "extra_key": f"{self.started}-{self.updates}",
         }
         if self.config.max_lora_rank:
             # It is 0 while an update has brought the weights alone.
@@ -212,11 +217,12 @@ class SGLangRollout(GatedRollout):
     # --- weights
 
     async def load(self, update: WeightUpdate) -> list[dict[str, Any]]:
-        """Load the weights inside every model worker, and empty the cache if nothing
-        runs.
+        """Load the weights inside every model worker, and empty the cache unless it is
+        frozen.
         """
         answers = await self._push(update)
-        if not self._running:
+        # A frozen request that was cancelled leaves the engine when that goes on.
+        if self.paused is not InFlight.STALE_KV:
             await self._flush()
         return answers
 
