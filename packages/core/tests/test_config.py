@@ -141,6 +141,43 @@ def test_other_choice_drops_the_section_of_the_file(plugins: Plugins, tmp_path: 
     assert "section engine is for acme and not used, engine=toy" in note
 
 
+def test_an_empty_mapping_takes_the_place_of_one_below(plugins: Plugins, tmp_path: Path) -> None:
+    """Of the file and of a preset. One that is filled adds its entries."""
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {args: {size: 4, task: x}}\nreward: {functions: {a: {target: a:b}}}\n")
+
+    composed = good(plugins, "data.args={}", "reward.functions={}", file=str(file))
+    assert (composed.config.data.args, composed.config.reward.functions) == ({}, {})
+    assert composed.origin["data.args"] == "command line"
+    assert "data.args.size" not in composed.origin
+
+    for typed, args in (
+        (["data.args={size: 5}"], {"size": 5, "task": "x"}),
+        (["data.args={}", "data.args.size=5"], {"size": 5}),
+        (["data={}"], {"size": 4, "task": "x"}),
+    ):
+        config = good(plugins, *typed, "reward.functions={}", file=str(file)).config
+        assert config.data.args == args
+
+    assert good(plugins, "engine=below").config.engine.extra_args == {"a": 1}
+    assert good(plugins, "engine=below", "engine.extra_args={}").config.engine.extra_args == {}
+    file.write_text("engine: {name: below, extra_args: {}}\n")
+    assert compose(plugins, NEEDED[1:], str(file)).config.engine.extra_args == {}
+
+
+def test_null_takes_out_what_the_file_chose(plugins: Plugins, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("rollout: {name: blunt}\neval: {rollout: toy}\nengine: {name: acme, lr: 0.5}\n")
+    typed = [text for text in NEEDED if not text.startswith(("engine=", "rollout="))]
+
+    config = compose(plugins, ["eval.rollout=null", *typed], str(file)).config
+    assert config.eval.rollout is None and config.rollout.name == "blunt"
+    without = ["rollout=null", "eval.rollout=null", *typed]
+    assert compose(plugins, without, str(file), Job.SFT).config.rollout is None
+    with pytest.raises(ConfigError, match=r"^engine is not chosen\."):
+        compose(plugins, ["engine=null", *typed], str(file))
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

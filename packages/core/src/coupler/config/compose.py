@@ -44,7 +44,7 @@ from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins
 from coupler.system.plain import to_plain
 from coupler.system.shapes import WrongShape, each_of
-from coupler.system.tree import flatten, merge, nest, replace_at, value_at
+from coupler.system.tree import flatten, merge, nest, replace_at, value_at, wipe
 
 T = TypeVar("T")
 CRITIC = "critic.engine"
@@ -113,11 +113,12 @@ def compose(
             one is empty.
         PluginError: what a section names is not installed, is broken, or is ambiguous.
     """
-    typed = nest(parse_overrides(overrides))
+    typed = nest(pairs := parse_overrides(overrides))
     files = read_files(config_file, typed.pop("preset", None), partial(preset_text, plugins))
     written = files.values
     if config_file and Path(config_file).with_name("run.json").is_file():
         drop_replaced(written)
+    wipe([written], pairs, SECTIONS, None)  # environment=null
     notes: list[str] = []
     choices: dict[str, str] = {}
 
@@ -139,17 +140,18 @@ def compose(
 
     base = _base(plugins, choices)
     inherited = _inherited(choices, written, typed)
-    backends = {
-        path: plugins.get(SECTIONS[path], _backend_name(base, path, name))
+    chosen = {
+        path: plugins.get(SECTIONS[path], _backend_name(base, path, name)).config
         for path, name in choices.items()
     }
-    chosen = {path: backend.config for path, backend in backends.items()}
     options = Options(chosen | tracker_sections(_trackers(plugins, typed, written, complete)))
     with files.named():
         options.conform(written)  # What the command line replaces is checked too.
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if one in typed and other not in typed:  # Both say how long a run is.
             written.pop(other, None)
+    wipe([base], flatten(written).items(), options.table, {})  # data.args={}
+    wipe([base, inherited, written], pairs, options.table, {})
     config = _build(options, merge(merge(merge(base, inherited), written), typed))
     if complete:
         _check(plugins, config, job)
@@ -158,8 +160,7 @@ def compose(
         extra = options.table.get(f"{path}.extra_args")
         if given := section(config, path).extra_args if extra else {}:
             notes.append(f"{path}.extra_args is passed through unchecked: {', '.join(given)}")
-    origin = _preset_origin(base, choices, options)
-    origin |= dict.fromkeys(flatten(inherited), AS_ENGINE)
+    origin = _preset_origin(base, choices, options) | dict.fromkeys(flatten(inherited), AS_ENGINE)
     origin |= {key: files.origin.get(key, config_file or "") for key in flatten(written)}
     origin |= dict.fromkeys(flatten(typed), COMMAND_LINE)
     return Composed(config=config, origin=origin, notes=tuple(notes), options=options)
@@ -197,12 +198,9 @@ def _choose(
 
 def _take_name(path: str, layer: dict[str, Any]) -> str:
     inner = value_at(layer, path)
-    if isinstance(inner, Mapping):
-        name = inner.get("name")
-        replace_at(layer, path, {key: value for key, value in inner.items() if key != "name"})
-    else:
-        name = inner
-        replace_at(layer, path, None)
+    kept = dict(inner) if isinstance(inner, Mapping) else {"name": inner}
+    name = kept.pop("name", None)
+    replace_at(layer, path, kept)
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"{path} takes the name of a plugin's backend or preset, got {name!r}.")
     return name or ""

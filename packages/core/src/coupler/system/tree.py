@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 
@@ -63,3 +63,19 @@ def replace_at(values: dict[str, Any], key: str, new: Mapping[str, Any] | None) 
     values.pop(first, None)
     if new:
         values[first] = new
+
+
+def wipe(
+    layers: Iterable[dict[str, Any]],
+    high: Iterable[tuple[str, Any]],
+    keys: Container[str],
+    empty: Any,
+) -> None:
+    """Take out of lower layers what ``high`` sets to ``empty``, among ``keys``.
+
+    Merging alone would keep all that they have there.
+    """
+    wiped = [key for key, value in high if value == empty and key in keys]
+    for layer in layers:
+        for key in wiped:
+            replace_at(layer, key, None)
