@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coupler.config.compose import compose
 from coupler.config.options import Options
 from coupler.config.overrides import parse_overrides
-from coupler.interfaces import NO_EFFECT, EngineConfig, no_effect
+from coupler.interfaces import NO_EFFECT, EngineConfig, EnvironmentConfig, no_effect
+from coupler.plugins.manager import Plugins
 from coupler.run.effect import changes
 
 
@@ -61,6 +66,38 @@ def test_of_another_backend_the_choice_alone_is_named() -> None:
     }
     (change,) = changes(old, {"engine": {"name": "one"}}, OPTIONS)
     assert str(change) == "engine.name was two, is one" and change.undo == "engine=two"
+
+
+def test_an_environment_that_came_or_went_is_a_difference() -> None:
+    """A run may be without one, and the name that it would have is no default."""
+    plays = {"environment": {"name": "toy", "max_turns": 8}}
+    options = Options({"engine": OneConfig, "environment": EnvironmentConfig})
+
+    (change,) = changes({}, plays, options)
+    assert str(change) == "environment.name was None, is toy" and change.undo == "environment=null"
+    (change,) = changes(plays, {}, OPTIONS)
+    assert str(change) == "environment.name was toy, is None" and change.undo == "environment=toy"
+    assert not changes(plays, plays, options)
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ({"a": 1, "b": "x"}, {"a": 1, "b": "x", "c": 2}),
+        ({"a": 1, "b": 2}, {"a": 1}),
+        ({}, {"a": 1}),
+        ({"a": 1}, {"c": 2}),
+    ],
+)
+def test_what_undoes_a_mapping_does_so_in_a_shell_and_over_the_file(
+    was: dict[str, Any], now: dict[str, Any], tmp_path: Path
+) -> None:
+    (change,) = changes({"data": {"args": was}}, {"data": {"args": now}}, OPTIONS)
+    given = ["bash", "-c", f"printf '%s\\n' {change.undo}"]
+    typed = subprocess.run(given, capture_output=True, text=True, check=True).stdout.splitlines()
+    (tmp_path / "run.yaml").write_text(json.dumps({"data": {"args": now}}))
+    composed = compose(Plugins.load(), typed, str(tmp_path / "run.yaml"), complete=False)
+    assert composed.config.data.args == was
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from coupler.system.tree import flatten, value_at
 # Text that the command line takes without quotes.
 PLAIN_TEXT = re.compile(r"[A-Za-z_./][\w./:-]*")
 WORDS = ("null", "true", "false", "nan", "inf")
+# The choice that a run may be without, and that follows from no other option.
+PLAYED = "environment.name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Change:
 
     @property
     def undo(self) -> str:
-        """Return the override that brings the old value back.
+        """Return the overrides that bring the old value back, as a shell takes them.
 
         The text is empty where the option is gone.
         """
@@ -47,8 +49,11 @@ class Change:
         if SECTIONS.get(key, key) != key:
             key = f"{SECTIONS[key]}@{key}"
 
-        text = f"{key}={_typed(self.was)}"
-        return f'"{text}"' if "'" in text or " " in text else text
+        texts = [f"{key}={_typed(self.was)}"]
+        # A mapping adds its entries to those of the file.
+        if isinstance(self.was, Mapping) and isinstance(self.now, Mapping) and self.was:
+            texts = [f"{key}={{}}"] * bool(self.now.keys() - self.was.keys()) + texts
+        return " ".join(f'"{text}"' if {*"' {"} & {*text} else text for text in texts)
 
 
 def changes(
@@ -86,10 +91,12 @@ def changes(
 def _of_options(
     before: Mapping[str, Any], now: Mapping[str, Any], options: Options
 ) -> Iterator[Change]:
+    if before.get(PLAYED) != now.get(PLAYED):
+        yield Change(PLAYED, before.get(PLAYED), now.get(PLAYED), known=True)
     for key, option in options.table.items():
         default = to_plain(option.default)
         was, is_now = before.get(key, default), now.get(key, default)
-        if option.affects_results and was != is_now:
+        if option.affects_results and was != is_now and key != PLAYED:
             yield Change(key, was, is_now, known=True)
 
 
