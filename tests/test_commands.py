@@ -73,6 +73,13 @@ def test_a_run_that_ended_is_done(folder: Path, capsys: pytest.CaptureFixture[st
     assert [*listed(folder / "runs" / "whole", capsys)] == ["whole"]
 
 
+def test_a_run_without_metrics_is_done_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments(folder, "unwritten"), "trackers=[]"]) == 0
+    assert listed(folder / "runs", capsys)["unwritten"][-1] == "done"
+
+
 def test_a_run_that_raised_has_failed_and_says_why(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,6 +175,16 @@ def test_a_checkpoint_is_evaluated_without_a_config(
     assert (run / "eval_3" / "eval.jsonl").is_file(), "the export at the end of the run"
     found = listed(folder / "runs", capsys)
     assert found["whole/eval_1"][2] == "-" and found["whole/eval_1"][-1] == "done"
+
+
+@pytest.mark.parametrize("form", ["./{}", "{}/", ".//{}", "{}/."])
+def test_the_folder_of_a_run_may_be_written_in_any_form(
+    form: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder / "runs")
+    run_dir = f"run_dir={folder / 'runs' / 'formed'}"
+    assert main(["eval", form.format("whole"), run_dir, "steps=0"]) == 2
+    assert "steps must be at least 1, got 0." in capsys.readouterr().err
 
 
 def test_a_run_without_an_export_evaluates_its_newest_checkpoint(folder: Path) -> None:

@@ -257,6 +257,20 @@ def test_plan_counts_the_rows_of_a_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert "10 steps per epoch, 10 epochs" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("source", ["x" * 300 + ".jsonl", "rows.jsonl/inside.jsonl"])
+def test_plan_of_rows_that_are_nowhere(
+    source: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").touch()
+    small = ["data.max_prompt_tokens=100", "sampling.max_tokens=28"]
+    assert main(["plan", *NEEDED, *small, f"data.source={source}"]) == 0
+    assert "per epoch" not in capsys.readouterr().out
+
+
 def test_plan_imports_no_backend() -> None:
     probe = (
         "import sys; from coupler.cli import main; code = main(['plan', "

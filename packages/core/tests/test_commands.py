@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -73,6 +74,12 @@ def test_help_lists_the_arguments_of_a_command(
         (["plugin", "new", "toy", "--kind", "engine"], "engine=toy is installed already"),
         (["completion", "fish"], "argument shell: invalid choice: 'fish'"),
         (["recipe"], "argument COMMAND: invalid choice: 'recipe'"),
+        (["plan", "run.yaml"], "'run.yaml' is no override.\n  try:  --config run.yaml"),
+        (["plan", "--config", "a.yaml", "--config=b.yaml"], "--config is given twice."),
+        (["plan", "--device-gib", "nan"], "--device-gib must be above 0 and below 1e+06, got nan."),
+        (["plan", "--device-gib", "inf"], "--device-gib must be above 0 and below 1e+06, got inf."),
+        (["eval", __file__], f"{__file__} is a file, and no run folder."),
+        (["show", __file__], f"{__file__} is a file, and no run folder."),
     ],
 )
 def test_mistakes(
@@ -85,8 +92,8 @@ def test_mistakes(
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     shown = capsys.readouterr()
-    first, *rest = shown.err.splitlines()
-    assert first.startswith(f"coupler: {sentence}")
+    _, *rest = shown.err.splitlines()
+    assert shown.err.startswith(f"coupler: {sentence}")
     assert all(line.startswith("  ") for line in rest)
     assert shown.out == "" and not [*tmp_path.iterdir()]
 
@@ -99,12 +106,19 @@ def test_a_path_beside_the_recipe_wins(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("recipes/train.jsonl", "train.jsonl", "recipes/reward.py", "other.jsonl"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).touch()
-    for name in ("recipes/models/small", "recipes/runs/mine", "models/large", "recipes/fsdp"):
+    for name in (
+        *("recipes/models/small", "recipes/runs/mine", "models/large"),
+        *("recipes/fsdp", "recipes/math", "recipes/none", "recipes/auto"),
+    ):
         Path(name).mkdir(parents=True)
     Path("recipes/run.yaml").write_text(
         "engine: fsdp\n"
         "model: {path: models/small}\n"
         "critic.model.path: models/large\n"
+        "teacher: {models: {none: math, math: large}}\n"
+        "algorithm: {kl: none}\n"
+        "checkpoint: {resume: auto}\n"
+        "eval: {data: {source: math, columns: {source: math}}}\n"
         "data: {source: [train.jsonl, other.jsonl, '*.jsonl', /tmp], system_prompt: Be nice.}\n"
         "reward: {target: 'reward.py:score'}\n"
         "run_dir: runs/mine\n"
@@ -114,6 +128,10 @@ def test_a_path_beside_the_recipe_wins(tmp_path: Path, monkeypatch: pytest.Monke
         "engine": {"name": "fsdp"},
         "model": {"path": "recipes/models/small"},
         "critic": {"model": {"path": "models/large"}},
+        "teacher": {"models": {"none": "recipes/math", "math": "large"}},
+        "algorithm": {"kl": "none"},
+        "checkpoint": {"resume": "auto"},
+        "eval": {"data": {"source": "recipes/math", "columns": {"source": "math"}}},
         "data": {
             "source": ["recipes/train.jsonl", "other.jsonl", "recipes/*.jsonl", "/tmp"],
             "system_prompt": "Be nice.",
@@ -235,6 +253,40 @@ def test_init_takes_what_is_installed_and_replaces_nothing(
     assert main(["init", str(folder), "--model", str(tmp_path)]) == 2
     assert "reward.py exists already; nothing was written." in capsys.readouterr().err
     assert (folder / "reward.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "c: d", "e #f", 'it\'s "quoted"', "back\\slash", "\t", "é"]
+)
+def test_a_folder_may_have_any_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What ``init`` writes reads back, and what commands print can be typed."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", name, "--model", f"models/{name}"]) == 0
+    *_, typed = capsys.readouterr().out.rpartition("  train it:  ")
+    assert shlex.split(typed) == ["coupler", "train", "--config", f"{name}/recipe.yaml"]
+
+    config = compose(Plugins.load(), [], f"{name}/recipe.yaml").config
+    assert config.run_dir == f"runs/{name}"
+    assert config.model.path == str(tmp_path / "models" / name)
+
+    assert main(["recipes", "cp", "smollm2_guess_1gpu", name]) == 0
+    *_, typed = capsys.readouterr().out.rpartition("  run it:  ")
+    recipe = f"{name}/smollm2_guess_1gpu.yaml"
+    given = ["coupler", "train", "--config", recipe, "rollout.name=sglang"]
+    assert shlex.split(typed) == given
+
+
+def test_a_link_to_itself_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    loop, page = str(tmp_path / "loop"), str(tmp_path / "page.html")
+    assert main(["report", loop, "--html", page]) == 2
+    assert f"coupler: {loop}" in capsys.readouterr().err
+    assert main(["init", loop]) == 2
+    assert f"coupler: {loop}" in capsys.readouterr().err
 
 
 # --- plugin new ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from coupler.config.compose import Composed, compose
@@ -64,6 +65,8 @@ def config_of_run(run: Path) -> Path:
     Raises:
         CouplerError: it is no run folder, or is of a format that is not known.
     """
+    if os.path.isfile(run):
+        raise CouplerError(f"{run} is a file, and no run folder.\n  try:  one of:  coupler runs")
     restore_config(run)
     path = run / "config.yaml"
     with reading(path):

@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from coupler.errors import CouplerError
 from coupler.plugins.manager import CORE
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_config(self) -> None:
         """Take a file of options, and options."""
-        self.add_argument("--config", metavar="FILE", help="YAML file of options")
+        self.add_argument("--config", metavar="FILE", action=_Once, help="YAML file of options")
         self.add_options()
 
     def add_multirun(self) -> None:
@@ -78,6 +78,24 @@ class Parser(argparse.ArgumentParser):
         """Take the folder of a run, and options that differ from the run's."""
         self.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
         self.add_options("options that differ from the run's")
+
+
+class _Once(argparse.Action):
+    """Take an argument that a command has once: of two files, one would be lost."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise CouplerError(
+                f"{option_string} is given twice.\n"
+                "  try:  one file, which names the others:  defaults: [FILE, FILE]"
+            )
+        setattr(namespace, self.dest, values)
 
 
 def make_parser(only: str = "") -> Parser:

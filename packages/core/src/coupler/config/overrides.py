@@ -67,9 +67,9 @@ def _parse(parser: OverridesParser, text: str) -> tuple[str, Any]:
             f"{text!r}: options cannot be deleted.\n  try:  set {key.lstrip('~')} to its default"
         )
     if not equals or not key:
-        raise ConfigError(
-            f"{text!r} is no override.\n  write it as:  key=value, for example engine.lr=1e-6"
-        )
+        way = "write it as:  key=value, for example engine.lr=1e-6"
+        way = f"try:  --config {text}" if text.endswith((".yaml", ".yml")) else way
+        raise ConfigError(f"{text!r} is no override.\n  {way}")
 
     try:
         override = parser.parse_override(f"{key}={value}")

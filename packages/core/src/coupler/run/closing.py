@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def _rows(config: RunConfig, plugins: Plugins) -> Iterator[tuple[str, str]]:
     yield from measured(run_dir / "metrics.jsonl").items()
 
     if os.path.isdir(run_dir / FOLDER):
-        yield "samples", f"coupler show {run_dir}"
+        yield "samples", f"coupler show {shlex.quote(str(run_dir))}"
     if os.path.isdir(export):
         yield "export", str(export)
         for command in serving(plugins, export):

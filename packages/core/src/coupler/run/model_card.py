@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -63,8 +64,8 @@ def model_card(
 def serving(plugins: Plugins, folder: str | Path) -> list[str]:
     """Return the commands of installed rollouts that serve an exported policy."""
     declared = plugins.declared(Kind.ROLLOUT).values()
-    commands = [" ".join(each.serves.split()) for each in declared]
-    return [command.replace("{folder}", str(folder)) for command in commands if command]
+    commands, typed = [" ".join(each.serves.split()) for each in declared], shlex.quote(str(folder))
+    return [command.replace("{folder}", typed) for command in commands if command]
 
 
 def measured(path: Path, step: int | None = None) -> dict[str, str]:

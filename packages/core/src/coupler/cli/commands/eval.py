@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.step is not None and not runs:
         raise CouplerError("--step needs the folder of a run.\n  try:  coupler eval RUN --step N")
     found, plugins = (
-        _composed_of_model(arguments, Path(runs[0])) if runs else composed(arguments, Job.EVAL)
+        _composed_of_model(arguments, runs[0]) if runs else composed(arguments, Job.EVAL)
     )
     check(found, plugins, Job.EVAL)
     from coupler.jobs import evaluate
@@ -41,10 +41,11 @@ def run(arguments: argparse.Namespace) -> None:
     evaluate(found, plugins)
 
 
-def _composed_of_model(arguments: argparse.Namespace, run: Path) -> tuple[Composed, Plugins]:
+def _composed_of_model(arguments: argparse.Namespace, typed: str) -> tuple[Composed, Plugins]:
     """Compose the configuration that evaluates a model of a run, in a new folder inside
     the run's.
     """
+    run = Path(typed)
     if arguments.config:
         raise CouplerError(
             f"coupler eval {run} has the run's configuration, and --config names another.\n"
@@ -55,9 +56,7 @@ def _composed_of_model(arguments: argparse.Namespace, run: Path) -> tuple[Compos
     steps = [folder.name.removeprefix("step_") for folder in folders(run / "checkpoints")]
     of_model = model.name.removeprefix("export_step_")
     label = of_model if of_model != model.name else steps[0] if steps else "export"
-    given = [
-        text for text in arguments.overrides if text != str(run) and text.rstrip("/") != str(run)
-    ]
+    given = [text for text in arguments.overrides if text != typed]
     arguments.config = str(path)
     new = (f"model.path={quoted(model)}", f"run_dir={quoted(run / f'eval_{label}')}")
     arguments.overrides = [*new, *given]

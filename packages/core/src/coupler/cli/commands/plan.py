@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 
 from coupler.cli.composing import composed
 from coupler.cli.parser import Parser
@@ -15,6 +15,8 @@ from coupler.run.memory_text import render
 from coupler.run.plan import make_plan
 from coupler.run.row_form import columns_of
 
+MAX_GIB = 1e6
+
 
 def add_arguments(parser: Parser) -> None:
     parser.add_config()
@@ -25,13 +27,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     job, gib = Job(arguments.job), arguments.device_gib
-    if gib < 0:
-        raise CouplerError(f"--device-gib must be above 0, got {gib:g}.")
+    if not 0 <= gib < MAX_GIB:
+        raise CouplerError(f"--device-gib must be above 0 and below {MAX_GIB:g}, got {gib:g}.")
     found, plugins = composed(arguments, job)
     data = found.config.data
     columns = columns_of(found.config, plugins, job)
 
-    there = all(Path(source).exists() for source in data.sources) or found.config.epochs
+    there = all(os.path.exists(source) for source in data.sources) or found.config.epochs
     num_rows = len(load_rows(data, columns=columns)) if data.source and there else None
     plan = make_plan(found.config, num_rows, plugins, job=job)
     print(plan.render())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,7 +22,7 @@ from coupler.system.tree import flatten, value_at
 from coupler.system.yaml_file import read_yaml
 from coupler.system.yaml_layers import PRESET
 
-COMMAND = re.compile(r"coupler (?:train|sft|eval) --config recipes/.*")
+COMMAND = re.compile(r"(coupler (?:train|sft|eval) --config) recipes/\S+(.*)")
 SHOWN = (Kind.ENGINE, Kind.ROLLOUT, Kind.ALGORITHM, Kind.ENVIRONMENT)
 
 
@@ -67,8 +68,9 @@ def _copy(name: str, folder: Path, recipes: Path, found: dict[str, Path]) -> Non
 
     print(*copies, sep="\n")
     for path in chosen:
-        for command in COMMAND.findall(_head(_text(path))):
-            print(f"  run it:  {command.replace('recipes/', f'{folder}/' if folder.parts else '')}")
+        copy = shlex.quote(str(folder / path.relative_to(recipes)))
+        for before, after in COMMAND.findall(_head(_text(path))):
+            print(f"  run it:  {before} {copy}{after}")
 
 
 def _named(path: Path) -> Iterator[Path]:

@@ -63,8 +63,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     Raises:
         CouplerError: none of them can be shown.
     """
-    distinct = list({folder.resolve(): folder for folder in folders}.values())
-    names = [folder.resolve().name for folder in distinct]
+    found = {os.path.realpath(folder): folder for folder in folders}
+    distinct, names = list(found.values()), [os.path.basename(path) for path in found]
     runs, problems = [], []
     for folder, name in zip(distinct, names, strict=True):
         try:
