@@ -14,6 +14,7 @@ from job_run import metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coupler.cli import main
+from coupler.run.overview import look_at
 
 SAID = ("the answer is 3 .", "yes", "maybe", "hello world")
 
@@ -102,7 +103,9 @@ def test_a_run_ends_early_where_the_loss_no_longer_falls(model: Path, tmp_path: 
     best = losses.index(min(losses))
     assert len(losses) == best + 3 < 9, "two evaluations after the best one"
     assert saved(tmp_path, "run") == [f"step_{step}" for step in sorted({best + 1, best + 3})]
-    assert (tmp_path / "run" / "export").is_dir()
+    card = (tmp_path / "run" / "export" / "README.md").read_text()
+    assert f"| steps | {best + 3} |" in card
+    assert look_at(tmp_path / "run").state == "done"
 
     again = run(model, tmp_path, "run", *held_out(tmp_path, *patient))
     assert again == lines, "the same command trains no further"

@@ -51,6 +51,14 @@ def test_arithmetic() -> None:
     assert "toy -> inproc (full) -> toy" in text
 
 
+@pytest.mark.parametrize(
+    ("epochs", "rows", "steps"), [(1.1, 100, 11), (2.2, 50, 11), (1, 100, 10), (1.101, 100, 12)]
+)
+def test_a_part_of_an_epoch_is_no_step_more(epochs: float, rows: int, steps: int) -> None:
+    plan = planned(f"epochs={epochs}", "prompts_per_step=10", num_rows=rows, job=Job.SFT)
+    assert plan.steps == steps
+
+
 def test_epochs_over_a_batch_are_more_steps_of_the_same_size() -> None:
     plan = planned(
         "prompts_per_step=64", "optimizer_steps_per_batch=2", "epochs_per_batch=3", "steps=10"

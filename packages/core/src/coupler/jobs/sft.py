@@ -116,7 +116,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
 
         if config.checkpoint.export:
             async with hold_state(residency, "policy"):
-                await session.export(policy)
+                await session.export(policy, steps.taken)
         session.conclude()
         return steps.last
 
@@ -134,9 +134,14 @@ class _Steps:
     # Steps of this run that another process took.
     done: int
     last: dict[str, float] = field(default_factory=dict)
+    # Steps of the run so far, which patience may end before the last.
+    taken: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.taken = self.done
 
     async def after(self, step: int, metrics: Metrics) -> dict[str, float]:
-        config = self.builder.config
+        config, self.taken = self.builder.config, step
         if not config.data.sampler:
             epochs = step * config.prompts_per_step / self.calendar.num_examples
             metrics = metrics | {"epochs": Metric(epochs, how="sum")}

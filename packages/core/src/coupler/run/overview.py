@@ -147,13 +147,14 @@ def _stated(found: Overview) -> Overview:
         case Held.LEFT_BEHIND:
             return replace(found, state="killed")
     complete = found.step is not None and found.steps is not None and found.step >= found.steps
-    if complete or _evaluated(found):
+    ended = next((start.get(ENDED) for start in read_starts(found.folder)[-1:]), None)
+    # A run may be done before its last step, by eval.patience.
+    if complete or _evaluated(found) or ended == DONE:
         return replace(found, state=DONE)
 
-    ended = next((start.get(ENDED) for start in read_starts(found.folder)[-1:]), None)
     if ended == INTERRUPTED:
         return replace(found, state=INTERRUPTED)
-    why = shortened(ended) if isinstance(ended, str) and ended != DONE else ""
+    why = shortened(ended) if isinstance(ended, str) else ""
     return replace(found, state="failed", problem=why)
 
 

@@ -225,7 +225,9 @@ def with_steps(config: RunConfig, num_rows: int | None) -> RunConfig:
     """
     if not config.epochs:
         return config
-    steps = ceil_div(ceil(config.epochs * (num_rows or UNKNOWN)), config.prompts_per_step)
+    # 1.1 * 100 is 110.00000000000001 to a computer, and 110 rows to a user.
+    rows = ceil(round(config.epochs * (num_rows or UNKNOWN), 6))
+    steps = ceil_div(rows, config.prompts_per_step)
     return replace(config, steps=max(steps, 1))
 
 

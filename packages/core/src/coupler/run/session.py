@@ -194,10 +194,13 @@ class Session:
         why = "is read without extra" if same else "is of another configuration"
         log.info(f"{found.folder} {why}: {', '.join(held)} as it was there; {anew} start anew")
 
-    async def export(self, group: EngineGroup) -> None:
+    async def export(self, group: EngineGroup, step: int | None = None) -> None:
         """Write the model in Hugging Face layout, to ``export`` or ``export_critic``.
 
         The folder appears when it is whole.
+
+        Args:
+            step: the steps that it was trained for. None is all of them.
         """
         folder = export_folder(self.config.run_dir, group.spec.role)
         card = model_card(
@@ -205,6 +208,7 @@ class Session:
             self.plugins,
             Path(self.config.run_dir),
             group.spec,
+            step,
         )
 
         await export_whole(
