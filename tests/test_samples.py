@@ -10,7 +10,7 @@ from job_run import toy_train
 
 from coupler.cli import main
 from coupler.run import samples
-from coupler.system.terminal import columns, fold
+from coupler.system.terminal import columns, fold, harmless
 
 
 def test_a_run_keeps_and_shows_its_samples(
@@ -76,3 +76,24 @@ def test_hostile_text_cannot_move_the_cursor_or_the_margin() -> None:
     assert all(columns(each) <= 80 for each in text.split("\n"))
     assert text.split("\n")[1].endswith("end")
     assert "".join(fold("漢" * 90)) == "漢" * 90
+
+
+def test_a_recorded_step_cannot_move_the_cursor_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = toy_train(tmp_path, "record.every_steps=1", "steps=1")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text().replace("what is", "\\u001b[2Jwhat\\tis"))
+    assert main(given) == 0
+    capsys.readouterr()
+    assert main(["show", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert "log-prob" in shown and "\ufffd[2Jwhat\tis" in shown
+    assert "\x1b" not in shown
+
+
+def test_spaces_and_joiners_of_every_script_stay() -> None:
+    text = "日本\u3000語 10\u202f%\u00a0a\tb\nक्\u200dष 👩\u200d🔬"
+    assert harmless(f"{text}\r\n", lines=True) == f"{text}\n"
+    assert harmless("क्\u200dष\u3000👩\u200d🔬") == "क्\u200dष 👩\u200d🔬"
+    assert harmless("\x1b\x9b\u202e\r\u2028\ue000\ud800", lines=True) == "\ufffd" * 7

@@ -106,7 +106,6 @@ def _fits(key: str, value: str) -> bool:
             "missing",
             "toy",
             "missing.jsonl",
-            "~",
             "missing/in/it",
             "empty",
             "dangling",

@@ -94,7 +94,7 @@ def _sample(line: Mapping[str, Any]) -> Iterator[str]:
 
     for turn in line["turns"]:
         text = harmless(f"[{turn['origin']}] {turn['text']}", lines=True)
-        for paragraph in text.split("\n"):
+        for paragraph in text.expandtabs(4).split("\n"):
             yield from fold(paragraph)
     yield ""
 
@@ -120,7 +120,7 @@ def _conversation(one: Batch, codec: Codec) -> Iterator[str]:
     )
 
     for origin, tokens in stretches(one):
-        text = codec.tokenizer.decode(one["tokens"][tokens].tolist())
+        text = harmless(codec.tokenizer.decode(one["tokens"][tokens].tolist()), lines=True)
         yield f"[{origin}{_facts(one, tokens, origin)}] {text}"
     yield ""
 

@@ -95,6 +95,12 @@ def _check_folder_to_write(path: str, key: str) -> None:
             f"{key}={path[:80]}... cannot be written: the name is too long.\n  try:  another {key}"
         )
 
+    if path.startswith("~") and not os.path.lexists(parts[0]):
+        raise ConfigError(
+            f"{key}={path} begins with ~, which nothing has replaced by a folder.\n"
+            f"  try:  {key}={os.path.expanduser(path)}, or {key}=./{path}"
+        )
+
     nearest = Path(path).absolute()
     try:
         while not os.path.lexists(nearest) and nearest.parent != nearest:

@@ -16,6 +16,8 @@ TARGET = re.compile(r"(.+\.py)(:[^\W\d]\w*)")
 WRITTEN = ("run_dir", "profile.path")
 # A part of the name of an option that may name a folder.
 FOLDERS = re.compile(r"(^|[._])(path|models|source|resume)($|\.)")
+# Options that name nothing but a path, so that a name without / and . is one.
+PATHS = re.compile(r"([a-z_]+\.)?model\.path|teacher\.models\.[^.]+|(eval\.)?data\.source")
 
 
 def beside(values: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def found_beside(key: str, text: str, folder: Path) -> tuple[str, str]:
     """
     target = TARGET.fullmatch(text)
     name, rest = target.groups() if target else (text, "")
-    looks = "/" in name or "." in name
+    looks = "/" in name or "." in name or (name and PATHS.fullmatch(key))
     if not looks or "\n" in name or len(name) > 1000 or os.path.isabs(name) or key in WRITTEN:
         return "", ""
 

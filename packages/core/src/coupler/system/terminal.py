@@ -15,14 +15,22 @@ def in_columns(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{label:{width}}  {text}" for label, text in rows)
 
 
+# They join letters or keep them apart, in many scripts and in emoji.
+JOINERS = "\u200c\u200d"
+
+
 def harmless(text: str, *, lines: bool = False) -> str:
-    """Replace what would move a terminal's cursor or colour it.
+    """Replace what would move a terminal's cursor or colour it, and no spaces.
 
     Args:
-        lines: keep line feeds, which otherwise show as a space.
+        lines: keep line feeds and tabs, which otherwise show as a space.
     """
-    kept = text if lines else " ".join(text.split())
-    return "".join(c if c.isprintable() or (lines and c == "\n") else "\ufffd" for c in kept)
+    letters = text.replace("\r\n", "\n") if lines else " ".join(text.split())
+    kept = f"{JOINERS}\n\t" if lines else JOINERS
+    return "".join(
+        c if c.isprintable() or c in kept or unicodedata.category(c) == "Zs" else "\ufffd"
+        for c in letters
+    )
 
 
 def cut(text: str, width: int = WIDTH) -> str:
