@@ -116,3 +116,32 @@ def test_the_console_shows_every_step_and_its_values(
                 assert f"{heading} {form.format(value)}" in line, (heading, line)
         assert "reward " in line
         assert "loss" not in line
+
+
+def test_a_run_outlives_who_reads_its_console(tmp_path: Path) -> None:
+    """A pipe that is closed after one line, in a locale that lacks most letters."""
+    job = subprocess.Popen(
+        [sys.executable, "-m", "coupler", *command(tmp_path), "samples.every_steps=1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "1"},
+    )
+    assert job.stdout and job.stdout.readline()
+    job.stdout.close()
+    _, said = job.communicate(timeout=200)
+    assert job.returncode in (0, 141) and b"Traceback" not in said, said
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert (tmp_path / "run" / "export").is_dir()
+
+
+def test_a_run_outlives_a_full_disk_behind_its_console(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        job = subprocess.run(
+            [sys.executable, "-m", "coupler", *command(tmp_path)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=200,
+        )
+    assert job.returncode in (0, 2) and b"Traceback" not in job.stderr, job.stderr
+    assert (tmp_path / "run" / "export").is_dir()

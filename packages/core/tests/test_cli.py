@@ -131,6 +131,29 @@ def test_a_closed_pipe_ends_a_command_quietly(command: list[str], unbuffered: li
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_a_full_disk_behind_stdout_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "coupler.cli", "config"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    said = b"coupler: what is printed cannot be written: No space left on device.\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_a_letter_that_stdout_has_no_bytes_for_is_escaped() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "coupler.cli", "config", "run_dir='runs/日本'"],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert rb"run_dir: runs/\u65e5\u672c" in done.stdout
+
+
 def test_a_pipe_of_something_else_that_breaks_is_not_hidden(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,9 +10,11 @@ import os
 import select
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 
 from coupler.cli.parser import parse
 from coupler.errors import CouplerError
+from coupler.system.files import DISK_ERRORS
 from coupler.system.log import configure
 
 USER_ERROR, INTERRUPTED, NO_READER = 2, 130, 141
@@ -26,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     if it found a problem, and ``doctor data`` 2 if the run would be refused.
     """
     try:
+        _print_every_letter()
         configure()
         arguments = parse(sys.argv[1:] if argv is None else argv)
         configure(arguments.level)
@@ -42,15 +45,32 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
-        # Text that is still in the buffer of stdout must not raise at the exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_the_rest()
         return NO_READER
+    except OSError as error:
+        # An error of a file names it. This one is of stdout.
+        if error.filename is not None or error.errno not in DISK_ERRORS:
+            raise
+        print(f"coupler: what is printed cannot be written: {error.strerror}.", file=sys.stderr)
+        _drop_the_rest()
+        return USER_ERROR
 
 
 def _in_order(text: str) -> str:
     """Indent what follows the first line, which may come from a library."""
     first, *rest = [line for line in text.splitlines() if line.strip()] or [""]
     return "\n".join([first, *(line if line.startswith(" ") else f"  {line}" for line in rest)])
+
+
+def _print_every_letter() -> None:
+    """Escape letters that stdout has no bytes for, as in a locale without UTF-8."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _drop_the_rest() -> None:
+    """Let text that is still in the buffer of stdout not raise at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _reader_is_gone() -> bool:

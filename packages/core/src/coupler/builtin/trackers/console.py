@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,10 @@ class ConsoleTracker(Tracker):
             for name, heading, form in COLUMNS
             if name in values and HIDDEN_WITH.get(name) not in values
         ]
-        if shown:
-            self.console.print(self._line(f"step {step:>4}", shown))
+        # A pipe that went away stops no run. Rich would end the process.
+        with suppress(OSError, SystemExit):
+            if shown:
+                self.console.print(self._line(f"step {step:>4}", shown))
 
     def _line(self, line: str, shown: Sequence[tuple[str, str]]) -> str:
         """Put behind ``line`` what fits the terminal. All of it fits a pipe."""

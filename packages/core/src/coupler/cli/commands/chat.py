@@ -76,8 +76,14 @@ def _any_rollout() -> str:
 def _lines() -> Iterator[str]:
     """Yield what is typed or piped in, one line at a time."""
     if not sys.stdin.isatty():
-        for line in sys.stdin:
-            yield line.rstrip("\r\n")
+        try:
+            for line in sys.stdin:
+                yield line.rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise CouplerError(
+                f"what is piped in is no text in {error.encoding}.\n"
+                f"  try:  iconv -t {error.encoding} FILE | coupler chat ..."
+            ) from None
         return
 
     print("an empty line starts another conversation; Ctrl-D ends", file=sys.stderr)
