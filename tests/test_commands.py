@@ -177,11 +177,13 @@ def test_a_checkpoint_is_evaluated_without_a_config(
     assert found["whole/eval_1"][2] == "-" and found["whole/eval_1"][-1] == "done"
 
 
-@pytest.mark.parametrize("form", ["./{}", "{}/", ".//{}", "{}/."])
+@pytest.mark.parametrize("form", ["./{}", "{}/", ".//{}", "{}/.", "./lr=1"])
 def test_the_folder_of_a_run_may_be_written_in_any_form(
     form: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder / "runs")
+    if not os.path.lexists("lr=1"):
+        Path("lr=1").symlink_to("whole")
     run_dir = f"run_dir={folder / 'runs' / 'formed'}"
     assert main(["eval", form.format("whole"), run_dir, "steps=0"]) == 2
     assert "steps must be at least 1, got 0." in capsys.readouterr().err
@@ -281,6 +283,20 @@ def test_a_mistake_of_a_chat_is_one_sentence(
     capsys.readouterr()
     assert say("one two three", str(folder / "model"), *given, monkeypatch=monkeypatch) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_bytes_that_are_no_text_are_one_sentence(locale: str, folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "coupler", "chat", str(folder / "model"), "--rollout", "toy"],
+        input=b"one\ntwo \xff\n",
+        capture_output=True,
+        env={**os.environ, "LC_ALL": locale},
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert b"a line of the input has NUL, or bytes that are not UTF-8." in done.stderr
 
 
 def test_a_transformers_model_talks(model: Path) -> None:

@@ -18,6 +18,7 @@ from coupler.jobs import chat
 from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins
 from coupler.run.opinion_checks import OWN_WEIGHTS
+from coupler.system.plain_values import holds_text
 from coupler.system.terminal import harmless
 
 YOU = "> "
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
     alone = ["executor=local", "max_staleness=0", f"model.path={quoted(model)}"]
     arguments.overrides = [*alone, *chosen, *arguments.overrides]
     found, plugins = composed(arguments, Job.EVAL, complete=False)
-    for answer in chat(found, plugins, _lines()):
+    for answer in chat(found, plugins, _texts()):
         print(harmless(answer, lines=True), flush=True)
 
 
@@ -73,17 +74,29 @@ def _any_rollout() -> str:
     return able[0]
 
 
+def _texts() -> Iterator[str]:
+    """Yield the lines that come in.
+
+    Raises:
+        CouplerError: one is no text. In some locales that shows only here.
+    """
+    try:
+        for line in _lines():
+            if not holds_text(line):
+                raise UnicodeError
+            yield line
+    except UnicodeError:
+        raise CouplerError(
+            "a line of the input has NUL, or bytes that are not UTF-8.\n"
+            "  try:  iconv -t UTF-8 FILE | coupler chat RUN"
+        ) from None
+
+
 def _lines() -> Iterator[str]:
     """Yield what is typed or piped in, one line at a time."""
     if not sys.stdin.isatty():
-        try:
-            for line in sys.stdin:
-                yield line.rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise CouplerError(
-                f"what is piped in is no text in {error.encoding}.\n"
-                f"  try:  iconv -t {error.encoding} FILE | coupler chat ..."
-            ) from None
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
         return
 
     print("an empty line starts another conversation; Ctrl-D ends", file=sys.stderr)

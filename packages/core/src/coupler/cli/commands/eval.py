@@ -29,7 +29,12 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    runs = [text for text in arguments.overrides if "=" not in text]
+    # No key has a slash, and a folder may have a name like lr=1e-5.
+    runs = [
+        text
+        for text in arguments.overrides
+        if "/" in (key := text.partition("=")[0]) or key == text
+    ]
     if arguments.step is not None and not runs:
         raise CouplerError("--step needs the folder of a run.\n  try:  coupler eval RUN --step N")
     found, plugins = (
