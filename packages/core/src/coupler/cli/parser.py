@@ -95,6 +95,7 @@ class _Once(argparse.Action):
                 f"{option_string} is given twice.\n"
                 "  try:  one file, which names the others:  defaults: [FILE, FILE]"
             )
+
         setattr(namespace, self.dest, values)
 
 

@@ -85,6 +85,7 @@ def _texts() -> Iterator[str]:
             if not holds_text(line):
                 raise UnicodeError
             yield line
+
     except UnicodeError:
         raise CouplerError(
             "a line of the input has NUL, or bytes that are not UTF-8.\n"
