@@ -215,6 +215,11 @@ BAD = [
     ("engine.lr.x=1", "engine.lr takes a number, got {'x': 1}.", ""),
     ("engine.lr=abc", "engine.lr takes a number, got 'abc'.", ""),
     ("engine.lr=null", "engine.lr takes a number, got null.", ""),
+    (
+        "data.columns={answer: null}",
+        "data.columns takes a mapping {key: value, ...}, got {'answer': None}.",
+        "",
+    ),
     ("engine.shape=square", "engine.shape takes one of round, very_flat, got 'square'.", ""),
     ("engine.inner.width=0", "engine.inner.width must be at least 1", ""),
     ("steps=1.5", "steps takes an integer, got 1.5.", ""),

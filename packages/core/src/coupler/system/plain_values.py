@@ -29,7 +29,12 @@ def is_of(kind: Any, value: Any) -> bool:
     if get_origin(kind) is list:
         return isinstance(value, list) and all(is_of(inner[0], entry) for entry in value)
     if kind is dict or get_origin(kind) is dict:
-        return isinstance(value, Mapping) and holds_text(value)
+        of = inner[1] if inner else Any
+        return (
+            isinstance(value, Mapping)
+            and holds_text(value)
+            and all(is_of(of, each) for each in value.values())
+        )
     if type(None) in inner:
         return any(is_of(each, value) for each in inner if each is not type(None))
     return CHECKS[kind](value) if kind in CHECKS else holds_text(value)
