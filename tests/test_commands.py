@@ -140,6 +140,17 @@ def test_damaged_folders_are_a_line_each(
     assert {found[name][-1] for name in ("cut", "strange", "words")} == {"failed"}
 
 
+def test_runs_elsewhere_are_found_by_a_link(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "linked").symlink_to(folder / "runs" / "whole")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "loop").symlink_to("..")
+    (tmp_path / "gone").symlink_to("nowhere")
+    assert next(iter(listed(tmp_path, capsys))) == "linked"
+    assert not [name for name in listed(tmp_path, capsys) if "loop" in name]
+
+
 def test_a_folder_without_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path} holds no runs\n"

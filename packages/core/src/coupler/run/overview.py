@@ -50,9 +50,10 @@ class Overview:
 
 def find_runs(folder: Path) -> Iterator[Path]:
     """Yield the run folders in ``folder``, itself included, in the order of their
-    names. Evaluations in the folder of a run are runs too.
+    names. Evaluations in the folder of a run are runs too, and so are runs elsewhere
+    to which a link leads.
     """
-    for path, names, _ in os.walk(folder):
+    for path, names, _ in os.walk(folder, followlinks=True):
         here = Path(path)
         is_run = any(os.path.lexists(here / mark) for mark in MARKS)
         if is_run:
@@ -63,7 +64,14 @@ def find_runs(folder: Path) -> Iterator[Path]:
             name
             for name in names
             if not deep and name[0] != "." and (not is_run or name.startswith("eval_"))
+            if not _leads_back(here / name)
         )
+
+
+def _leads_back(path: Path) -> bool:
+    """Tell whether a link leads to a folder that it lies in."""
+    to = os.path.realpath(path)
+    return path.is_symlink() and Path(os.path.realpath(path.parent)).is_relative_to(to)
 
 
 def look_at(run: Path) -> Overview:
