@@ -445,4 +445,4 @@ def test_mistakes(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(ConfigError, match="has no config"):
         planned(tmp_path / "nowhere")
     assert main(["plan", *NEEDED, f"model.path={folder}", "--device-gib=-1"]) == 2
-    assert "--device-gib must be above 0, got -1." in capsys.readouterr().err
+    assert "--device-gib must be above 0 and below 1e+06, got -1." in capsys.readouterr().err
