@@ -10,20 +10,20 @@ from tests.faults import ci_seed
 # One of "processes": its cases start Ray, and take a minute each.
 SAMPLES = {
     "answers": 60,
-    "backends": 4,
-    "blame": 3,
+    "backends": 3,
+    "blame": 2,
     "control_text": 60,
-    "datasets": 4,
-    "disks": 3,
+    "datasets": 3,
+    "disks": 2,
     "environments": 2,
-    "hostile_files": 4,
-    "plugins": 3,
+    "hostile_files": 3,
+    "plugins": 2,
     "processes": 1,
-    "rewards": 4,
-    "run_folders": 3,
+    "rewards": 3,
+    "run_folders": 2,
     "sampling": 60,
     "settings": 30,
-    "strangers": 8,
+    "strangers": 6,
 }
 
 
