@@ -64,7 +64,8 @@ def model_card(
 def serving(plugins: Plugins, folder: str | Path) -> list[str]:
     """Return the commands of installed rollouts that serve an exported policy."""
     declared = plugins.declared(Kind.ROLLOUT).values()
-    commands, typed = [" ".join(each.serves.split()) for each in declared], shlex.quote(str(folder))
+    commands = [" ".join(each.serves.split()) for each in declared]
+    typed = shlex.quote(str(folder))
     return [command.replace("{folder}", typed) for command in commands if command]
 
 
