@@ -89,6 +89,23 @@ def test_no_bit_of_a_gradient_depends_on_it(folder: Path, settings: dict[str, An
         assert all(np.array_equal(some[name], whole[name]) for name in whole), layers
 
 
+def test_layers_of_a_kind_are_compiled_together(tmp_path: Path) -> None:
+    """Else a deep model meets PyTorch's limit, and its last layers run as they are."""
+    found = []
+    for layers in (2, 5):
+        config = AutoConfig.for_model(**(SMALL | {"num_hidden_layers": layers}))
+        folder = tmp_path / str(layers)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+
+        engine = make_engine(folder, compile=True, gradient_checkpointing="false")
+        engine.forward_backward(measured_batch(), LOGPROBS, surprise, info(measured_batch()))
+        found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        engine.close()
+    assert found[0] == found[1] > 0
+
+
 def test_some_layers_of_a_compiled_model(folder_of: Folder) -> None:
     batch = make_batch()
     found = []

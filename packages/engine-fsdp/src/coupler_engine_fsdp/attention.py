@@ -232,7 +232,7 @@ def packed_attention(
     """
     odd = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     causal = getattr(module, "is_causal", True)
-    local = _is_local(module) and sliding_window is None
+    local = getattr(module, "attends_locally", False) and sliding_window is None
     if packing is None or attention_mask is not None or odd or not causal or local:
         what = "is not causal self-attention over the packed row"
         if odd:
@@ -254,14 +254,17 @@ def packed_attention(
     return (peers.to_tokens(out) if peers.size > 1 else out), None
 
 
-def _is_local(module: Any) -> bool:
-    """Tell if the configuration of a model gives this layer a window or chunks.
+def mark_local(causal: nn.Module) -> None:
+    """Mark each module that its configuration gives a window or chunks.
 
-    Some families have it in the mask alone, which is not built for packed rows.
+    Some families have it in the mask alone, which is not built for packed rows. A
+    compiled layer must not read its own index, else each would be compiled anew.
     """
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
-    index = getattr(module, "layer_idx", None)
-    return bool(kinds) and index is not None and kinds[index] in LOCAL
+    for module in causal.modules():
+        kinds = getattr(getattr(module, "config", None), "layer_types", None)
+        index = getattr(module, "layer_idx", None)
+        if kinds and index is not None and kinds[index] in LOCAL:
+            module.attends_locally = True
 
 
 def _fused(

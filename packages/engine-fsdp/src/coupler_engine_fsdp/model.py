@@ -163,6 +163,7 @@ def build(model: Model, tile: int, recomputed: int | None) -> Policy | ValueMode
 
     if not causal.is_backend_compatible():
         raise _unsupported(config, "its attention cannot be replaced by one that packs sequences")
+    attention.mark_local(causal)
 
     if recomputed != 0 and not causal.supports_gradient_checkpointing:
         raise CouplerError(
