@@ -260,7 +260,8 @@ def mark_local(causal: nn.Module) -> None:
     Some families have it in the mask alone, which is not built for packed rows. A
     compiled layer must not read its own index, else each would be compiled anew.
     """
-    for module in causal.modules():
+    modules: list[Any] = list(causal.modules())
+    for module in modules:
         kinds = getattr(getattr(module, "config", None), "layer_types", None)
         index = getattr(module, "layer_idx", None)
         if kinds and index is not None and kinds[index] in LOCAL:

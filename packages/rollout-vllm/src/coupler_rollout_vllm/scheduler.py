@@ -14,12 +14,12 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import defaultdict
 from math import inf
 from typing import Any
 
 import numpy as np
 
+from coupler_rollout_vllm.compat import plain_steps
 from coupler_rollout_vllm.compat import scheduler as vllm
 
 LATE = 1 / 20
@@ -57,6 +57,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.last: Any = None
         self.tokens: list[int] = []
         # The last tokens' log-probs, as long as each came alone.
         self.alone: list[float] = []
@@ -78,6 +79,12 @@ class Gathered:
         self.tokens += output.new_token_ids
         if output.routed_experts is not None:
             self.experts.append(output.routed_experts)
+
+    def add_alone(self, token: int, logprob: float) -> None:
+        """Take a token that came with its own log-prob alone."""
+        self.steps += 1
+        self.tokens.append(token)
+        self.alone.append(logprob)
 
     def _close(self) -> None:
         """Let other log-probs follow those that came alone."""
@@ -104,20 +111,25 @@ class Gathering:
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         # By running request.
-        self.held: defaultdict[str, Gathered] = defaultdict(Gathered)
+        self.held: dict[str, Gathered] = {}
+        self.ends: dict[str, plain_steps.Ends | None] = {}
         # Whole outputs that wait to be sent.
         self.ended: list[Any] = []
         # Steps that all of them can still wait.
         self.patience = inf
+        plain_steps.quicken(self)
 
     def update_from_output(self, scheduled: Any, produced: Any) -> dict[int, Any]:
         """Return what to send to each client."""
-        clients: dict[int, Any] = super().update_from_output(scheduled, produced)  # type: ignore[misc]
+        taken, rest = plain_steps.take_plain(self, scheduled, produced, self.ends)
+        for name, token, logprob in taken:
+            self.held[name].add_alone(token, logprob)
+        clients: dict[int, Any] = super().update_from_output(rest, produced)  # type: ignore[misc]
         self.patience -= 1
 
         for sent in clients.values():
             for part in sent.outputs:
-                self.held[part.request_id].add(part)
+                self._hold(part)
                 if part.finish_reason is not None:
                     self._end(part.request_id)
             sent.outputs = []
@@ -135,9 +147,19 @@ class Gathering:
             client: sent for client, sent in clients.items() if sent.outputs or vllm.says_more(sent)
         }
 
+    def _hold(self, part: Any) -> None:
+        """Keep a request's output of one step, by vLLM's scheduler."""
+        name = part.request_id
+        if name not in self.held:
+            request = self.requests.get(name)  # type: ignore[attr-defined]
+            self.held[name] = Gathered()
+            self.ends[name] = plain_steps.ends_of(self, request) if request else None
+        self.held[name].add(part)
+
     def _end(self, name: str) -> None:
         """Queue the joined output of a request that ended or was paused."""
         gathered = self.held.pop(name)
+        del self.ends[name]
         self.ended.append(gathered.joined())
         self.patience = min(self.patience, LATE * gathered.steps)
 
@@ -150,5 +172,5 @@ class Gathering:
         """Forget requests that were cut off. Whoever cuts off has paused before."""
         done = super().finish_requests(*arguments, **named)  # type: ignore[misc]
         for name in self.held.keys() - self.requests.keys():  # type: ignore[attr-defined]
-            del self.held[name]
+            del self.held[name], self.ends[name]
         return done

@@ -1,0 +1,189 @@
+"""Requests that have one more token and go on, past vLLM's own loops: whatever else
+happens, each has the tokens and log-probs that it has by vLLM's scheduler alone.
+
+The schedulers are real. A model is not needed: its tokens come from a hash.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coupler.testing.models import write_qwen2
+from coupler_rollout_vllm.compat import plain_steps
+from coupler_rollout_vllm.compat.scheduler import scheduler_class
+from coupler_rollout_vllm.compat.version import prepare_process
+from coupler_rollout_vllm.scheduler import scheduler as ours
+
+prepare_process()
+
+BLOCK, LONGEST, STOP, REQUESTS = 16, 96, 7, 48
+WIDE = 3  # The seed with which some requests ask for more than a token's log-prob.
+# More than all requests need at once, and few, so that some have to begin again.
+BLOCKS = {"roomy": 400, "short": 40}
+
+Result = dict[str, tuple[list[int], list[float], str]]
+Make = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = write_qwen2(tmp_path_factory.mktemp("model") / "qwen2", tied=True)
+
+    def make(ahead: bool, caching: bool) -> Any:
+        arguments = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            max_model_len=LONGEST,
+            max_num_seqs=24,
+            block_size=BLOCK,
+            enable_prefix_caching=caching,
+            enable_chunked_prefill=True,
+            max_num_batched_tokens=LONGEST,
+            max_logprobs=2,
+            kv_cache_memory_bytes=1 << 26,
+        )
+        config = arguments.create_engine_config()
+        config.cache_config.num_gpu_blocks = max(BLOCKS.values())
+        config.scheduler_config.async_scheduling = ahead
+        return config
+
+    return make
+
+
+def make_scheduler(kind: Callable[..., Any], config: Any, blocks: int) -> Any:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    return kind(
+        vllm_config=config,
+        kv_cache_config=cache,
+        structured_output_manager=StructuredOutputManager(config),
+        include_finished_set=False,
+        log_stats=False,
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+    )
+
+
+def make_requests(config: Any, seed: int) -> list[Any]:
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    draws = random.Random(seed)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    common, made = draws.choices(range(10, 40), k=20), []
+    for index in range(REQUESTS):
+        params = SamplingParams(
+            max_tokens=draws.choice([1, 2, 15, 16, 17, 60, 200]),
+            min_tokens=draws.choice([0, 0, 1]),
+            stop_token_ids=draws.choice([[STOP], []]),
+            logprobs=int(seed == WIDE and index % 11 == 10),
+        )
+        prompt = common[: draws.randint(1, 20)] + draws.choices(range(40), k=draws.randint(1, 20))
+        hashed = {"block_hasher": hasher} if config.cache_config.enable_prefix_caching else {}
+        made.append(Request(f"request{index}", prompt, params, None, **hashed))
+    return made
+
+
+def tokens_of(scheduler: Any, step: Any) -> Any:
+    """Be the model: the token of a request depends on its name and its place."""
+    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+    names = list(step.num_scheduled_tokens)
+    wide = 1 + any(scheduler.requests[name].sampling_params.logprobs for name in names)
+    tokens: list[list[int]] = []
+    ids, values = np.zeros((len(names), wide), np.int32), np.zeros((len(names), wide), np.float32)
+    for row, name in enumerate(names):
+        request = scheduler.requests[name]
+        place = request.num_computed_tokens
+        known = request.num_tokens + request.num_output_placeholders
+        draws = random.Random(f"{name} {place}")
+        ids[row] = [draws.randrange(40) for _ in range(wide)]
+        values[row] = [-draws.random() for _ in range(wide)]
+        # The part of a prompt brings no token.
+        tokens.append([int(ids[row, 0])] if place + 1 >= known else [])
+    rows = {name: row for row, name in enumerate(names)}
+    lists = LogprobsLists(ids, values, np.ones(len(names), np.int32), None)
+    return ModelRunnerOutput(
+        req_ids=names, req_id_to_index=rows, sampled_token_ids=tokens, logprobs=lists
+    )
+
+
+def drain(scheduler: Any, requests: list[Any], depth: int) -> Result:
+    """Step until all have ended, each step ``depth`` ahead of its outputs.
+
+    Requests come in by and by, and two are cut off.
+    """
+    from vllm.v1.request import RequestStatus
+
+    coming, under_way, found = deque(requests), deque[Any](), Result()
+    for step in range(4000):
+        for _ in range(3):
+            if coming:
+                scheduler.add_request(coming.popleft())
+        if step in (9, 14):
+            scheduler.finish_requests(f"request{step}", RequestStatus.FINISHED_ABORTED)
+        if scheduler.has_requests():
+            scheduled = scheduler.schedule()
+            under_way.append((scheduled, tokens_of(scheduler, scheduled)))
+        if not under_way:
+            assert not coming
+            return found
+        if len(under_way) < depth and scheduler.has_requests():
+            continue
+        for sent in scheduler.update_from_output(*under_way.popleft()).values():
+            for part in sent.outputs:
+                tokens, logprobs, _ = found.get(part.request_id, ([], [], ""))
+                tokens += part.new_token_ids
+                if part.new_logprobs is not None:
+                    logprobs += part.new_logprobs.logprobs[:, 0].tolist()
+                found[part.request_id] = (tokens, logprobs, str(part.finish_reason))
+    raise AssertionError("some requests do not end")
+
+
+@pytest.mark.parametrize("room", BLOCKS)
+@pytest.mark.parametrize("caching", [False, True], ids=["plain", "caching"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_every_request_has_what_vllms_scheduler_gives_it(
+    configured: Make, monkeypatch: pytest.MonkeyPatch, ahead: bool, caching: bool, room: str
+) -> None:
+    config = configured(ahead, caching)
+    taken: list[int] = []
+    whole = plain_steps.take_plain
+
+    def counted(*arguments: Any) -> Any:
+        plain, rest = whole(*arguments)
+        taken.append(len(plain))
+        return plain, rest
+
+    monkeypatch.setattr(plain_steps, "take_plain", counted)
+    for seed in range(4):
+        alone = make_scheduler(scheduler_class(config), config, BLOCKS[room])
+        want = drain(alone, make_requests(config, seed), 1 + ahead)
+        scheduler = make_scheduler(ours, config, BLOCKS[room])
+        taken.clear()
+        found = drain(scheduler, make_requests(config, seed), 1 + ahead)
+
+        ended = {name: one for name, one in want.items() if one[2] != "None"}
+        assert found == ended
+        assert len(ended) >= REQUESTS - 2
+        # First and last tokens, and those of requests that began again, are vLLM's.
+        tokens = sum(len(one[0]) for one in ended.values())
+        assert seed == WIDE or sum(taken) > 0.7 * tokens
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == alone.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert not scheduler.held and not scheduler.ends
