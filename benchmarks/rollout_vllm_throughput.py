@@ -1,7 +1,9 @@
-"""Tokens per second of rollout=vllm against vLLM's own ``LLM.generate`` with the same
+r"""Tokens per second of rollout=vllm against vLLM's own ``LLM.generate`` with the same
 engine arguments.
 
     python benchmarks/rollout_vllm_throughput.py --shape 0.5b
+    python benchmarks/rollout_vllm_throughput.py --changed \
+        'rollout.extra_args={"distributed_executor_backend": "mp"}'
     python benchmarks/rollout_vllm_throughput.py --shape tiny --requests 32 --rounds 1
     # anywhere
 
@@ -112,6 +114,8 @@ def compare(args: argparse.Namespace, folder: str, script: str, raw: str) -> Non
         name: Side(script, f"--side={name}", *seeds, *shared)
         for name in ([args.only] if args.only else ["coupler", raw])
     }
+    if args.changed:
+        sides["changed"] = Side(script, "--side=coupler", *seeds, *shared, *args.changed)
     for side in sides.values():
         side.ready()
     rounds = {name: [] for name in sides}
@@ -147,6 +151,9 @@ def main(
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--no-seeds", action="store_true", help="sample from the engine's own random stream"
+    )
+    parser.add_argument(
+        "--changed", action="append", help="a setting of a third side, which is ours otherwise"
     )
     parser.add_argument("--only", choices=sides, help="measure one side, without a ratio")
     parser.add_argument("--side", choices=sides, help="be one side; the script starts both")

@@ -59,12 +59,21 @@ def configured(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return make
 
 
-def make_scheduler(kind: Callable[..., Any], config: Any, blocks: int) -> Any:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+def make_scheduler(kind: Callable[..., Any], config: Any, blocks: int, window: int = 0) -> Any:
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
     from vllm.v1.structured_output import StructuredOutputManager
 
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec(["whole"], FullAttentionSpec(**shape))]
+    if window:
+        local = SlidingWindowSpec(**shape, sliding_window=window)
+        groups.append(KVCacheGroupSpec(["local"], local))
+    cache = KVCacheConfig(blocks, [], groups)
     return kind(
         vllm_config=config,
         kv_cache_config=cache,
@@ -155,13 +164,19 @@ def drain(scheduler: Any, requests: list[Any], depth: int) -> Result:
     raise AssertionError("some requests do not end")
 
 
+@pytest.mark.parametrize("window", [0, 24], ids=["whole", "window"])
 @pytest.mark.parametrize("room", BLOCKS)
 @pytest.mark.parametrize("caching", [False, True], ids=["plain", "caching"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 def test_every_request_has_what_vllms_scheduler_gives_it(
-    configured: Make, monkeypatch: pytest.MonkeyPatch, ahead: bool, caching: bool, room: str
+    configured: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: bool,
+    caching: bool,
+    room: str,
+    window: int,
 ) -> None:
-    config = configured(ahead, caching)
+    config, size = configured(ahead, caching), (BLOCKS[room], window)
     taken: list[int] = []
     whole = plain_steps.take_plain
 
@@ -172,9 +187,9 @@ def test_every_request_has_what_vllms_scheduler_gives_it(
 
     monkeypatch.setattr(plain_steps, "take_plain", counted)
     for seed in range(4):
-        alone = make_scheduler(scheduler_class(config), config, BLOCKS[room])
+        alone = make_scheduler(scheduler_class(config), config, *size)
         want = drain(alone, make_requests(config, seed), 1 + ahead)
-        scheduler = make_scheduler(ours, config, BLOCKS[room])
+        scheduler = make_scheduler(ours, config, *size)
         taken.clear()
         found = drain(scheduler, make_requests(config, seed), 1 + ahead)
 

@@ -74,7 +74,10 @@ def take_plain(
     manager, running = scheduler.kv_cache_manager, RequestStatus.RUNNING
     newer, older = STALE
     ahead = isinstance(scheduler, AsyncScheduler)
-    block = scheduler.block_size if ahead and manager.enable_caching else 0
+    block = 0  # After so many tokens of a request, the cache has something to keep.
+    if ahead and manager.enable_caching:
+        block = scheduler.block_size if _sees_all(manager) else 1
+
     logprobs = produced.logprobs.logprobs[:, 0].tolist()
     sampled, rows = produced.sampled_token_ids, produced.req_id_to_index
     taken: list[Token] = []
@@ -137,12 +140,11 @@ def quicken(scheduler: Any) -> None:
     They have room for 15 of 16 tokens, where vLLM asks each group of layers several
     questions. A block that becomes full is left to vLLM, which may keep it for others.
     """
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
     from vllm.v1.request import RequestStatus
 
     manager, running = scheduler.kv_cache_manager, RequestStatus.RUNNING
     groups = manager.coordinator.single_type_managers
-    if any(type(group) is not FullAttentionManager for group in groups):
+    if not _sees_all(manager):
         return
 
     allocate, blocks = manager.allocate_slots, [(g.req_to_blocks, g.block_size) for g in groups]
@@ -164,3 +166,11 @@ def quicken(scheduler: Any) -> None:
         )
 
     manager.allocate_slots = allocate_slots
+
+
+def _sees_all(manager: Any) -> bool:
+    """Tell if all layers see every token, so that whole blocks alone are kept."""
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    groups = manager.coordinator.single_type_managers
+    return all(type(group) is FullAttentionManager for group in groups)
