@@ -52,7 +52,8 @@ $(UV):
 	touch $@
 
 comma := ,
-PYTEST := -m pytest $(if $(FULL),-m '')
+# Each suite names the tests that it waited for longest.
+PYTEST := -m pytest --durations=8 --durations-min=5 $(if $(FULL),-m '')
 # With five suites on two cores, a start of SGLang took more than the kit's 300 s.
 KIT := --pyargs coupler.testing.conformance --coupler-limit 600
 ONE_MODEL := $(if $(FULL),,$(comma)untied)
