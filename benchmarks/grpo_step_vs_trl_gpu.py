@@ -124,7 +124,7 @@ def command(side: str, mode: str, args: argparse.Namespace) -> list[str]:
         "folder": str(args.folder),
         "trl_memory": args.trl_memory[MODES.index(mode)],
         "longest": PROMPT + args.tokens,
-        "steps": args.steps + args.warm_up,
+        "steps": args.steps + args.trl_warm_up,
     }
     keys = ("rollout", "prompts", "samples", "tokens", "micro_tokens", "checkpointing", "compile")
     shared = {key: getattr(args, key) for key in (*keys, "correction")}
@@ -262,8 +262,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="most of a completion")
     parser.add_argument("--mean-tokens", type=float, default=0.0, help="0: all as long as allowed")
     parser.add_argument("--micro-tokens", type=int, default=8192, help="of one forward pass")
-    parser.add_argument("--steps", type=int, default=6, help="of each side that are measured")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before those")
+    parser.add_argument("--steps", type=int, default=6, help=f"of each side, after {WARM_UP}")
+    parser.add_argument("--trl-warm-up", type=int, default=WARM_UP, help="TRL's steps before those")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["coupler", "trl-fp32"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES])
     parser.add_argument("--offload", choices=("true", "auto"), default="true", help="ours")
@@ -288,7 +288,7 @@ def main() -> None:
     if args.mode == "write":
         write_job(args.folder, args.shape, args.mean_tokens or float("inf"))
     elif args.mode:
-        args.steps += args.warm_up
+        args.steps += WARM_UP
         print(ANSWER + json.dumps(run_ours(args)), flush=True)
     elif args.folder:
         prepare(args)

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from rollout_vllm_throughput import LENGTHS
 from shapes import write_shape
 from sides import spread
 
 from coupler_rollout_vllm.compat.version import prepare_process
 
-LENGTHS = Path(__file__).with_name("lengths_lognormal.json")
 PROMPT, BLOCK, LONGEST = 64, 16, 2048
 SKIPPED = 10  # steps at the start, which choose prompts
 

@@ -46,9 +46,13 @@ LAYERS = SMALL["num_hidden_layers"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("measured")
+    return write_model(tmp_path_factory.mktemp("measured"))
+
+
+def write_model(path: Path, **changes: Any) -> Path:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL)).save_pretrained(path)
+    config = AutoConfig.for_model(**(SMALL | changes))
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
 
 
@@ -93,9 +97,7 @@ def test_layers_of_a_kind_are_compiled_together(tmp_path: Path) -> None:
     """Else a deep model meets PyTorch's limit, and its last layers run as they are."""
     found = []
     for layers in (2, 5):
-        config = AutoConfig.for_model(**(SMALL | {"num_hidden_layers": layers}))
-        folder = tmp_path / str(layers)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        folder = write_model(tmp_path / str(layers), num_hidden_layers=layers)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
 

@@ -55,7 +55,8 @@ class Gathered:
     nothing of a step but the token and its log-prob.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends: plain_steps.Ends | None = None) -> None:
+        self.ends = ends
         self.steps = 0
         self.last: Any = None
         self.tokens: list[int] = []
@@ -112,7 +113,6 @@ class Gathering:
         super().__init__(**arguments)
         # By running request.
         self.held: dict[str, Gathered] = {}
-        self.ends: dict[str, plain_steps.Ends | None] = {}
         # Whole outputs that wait to be sent.
         self.ended: list[Any] = []
         # Steps that all of them can still wait.
@@ -121,9 +121,7 @@ class Gathering:
 
     def update_from_output(self, scheduled: Any, produced: Any) -> dict[int, Any]:
         """Return what to send to each client."""
-        taken, rest = plain_steps.take_plain(self, scheduled, produced, self.ends)
-        for name, token, logprob in taken:
-            self.held[name].add_alone(token, logprob)
+        rest = plain_steps.take_plain(self, scheduled, produced, self.held)
         clients: dict[int, Any] = super().update_from_output(rest, produced)  # type: ignore[misc]
         self.patience -= 1
 
@@ -152,14 +150,12 @@ class Gathering:
         name = part.request_id
         if name not in self.held:
             request = self.requests.get(name)  # type: ignore[attr-defined]
-            self.held[name] = Gathered()
-            self.ends[name] = plain_steps.ends_of(self, request) if request else None
+            self.held[name] = Gathered(plain_steps.ends_of(self, request) if request else None)
         self.held[name].add(part)
 
     def _end(self, name: str) -> None:
         """Queue the joined output of a request that ended or was paused."""
         gathered = self.held.pop(name)
-        del self.ends[name]
         self.ended.append(gathered.joined())
         self.patience = min(self.patience, LATE * gathered.steps)
 
@@ -172,5 +168,5 @@ class Gathering:
         """Forget requests that were cut off. Whoever cuts off has paused before."""
         done = super().finish_requests(*arguments, **named)  # type: ignore[misc]
         for name in self.held.keys() - self.requests.keys():  # type: ignore[attr-defined]
-            del self.held[name], self.ends[name]
+            del self.held[name]
         return done

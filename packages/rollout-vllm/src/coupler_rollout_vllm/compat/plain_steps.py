@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 STALE = ("num_stale_output_tokens", "async_tokens_to_discard")
 """By release, where a request counts the tokens under way that are to be dropped."""
@@ -28,12 +28,13 @@ class Ends(NamedTuple):
     """Tokens that it samples at most."""
 
 
-class Token(NamedTuple):
-    """One token that was sampled, after which the request goes on."""
+class Held(Protocol):
+    """Samples of one request so far."""
 
-    request: str
-    token: int
-    logprob: float
+    ends: Ends | None
+
+    def add_alone(self, token: int, logprob: float) -> None:
+        """Take a token that came with its own log-prob alone."""
 
 
 def ends_of(scheduler: Any, request: Any) -> Ends | None:
@@ -54,22 +55,20 @@ def ends_of(scheduler: Any, request: Any) -> Ends | None:
     return Ends(frozenset(tokens), min(request.max_tokens, room))
 
 
-def take_plain(
-    scheduler: Any, scheduled: Any, produced: Any, ends: Mapping[str, Ends | None]
-) -> tuple[list[Token], Any]:
+def take_plain(scheduler: Any, scheduled: Any, produced: Any, held: Mapping[str, Held]) -> Any:
     """Note one more token of each request that goes on.
 
     Args:
-        ends: by request that has had its first output.
+        held: by request that has had its first output.
 
     Returns:
-        The tokens, and the step without their requests, for vLLM's scheduler.
+        The step without these requests, for vLLM's scheduler.
     """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.request import RequestStatus
 
     if not _is_plain(scheduler, scheduled, produced):
-        return [], scheduled
+        return scheduled
 
     manager, running = scheduler.kv_cache_manager, RequestStatus.RUNNING
     newer, older = STALE
@@ -80,14 +79,14 @@ def take_plain(
 
     logprobs = produced.logprobs.logprobs[:, 0].tolist()
     sampled, rows = produced.sampled_token_ids, produced.req_id_to_index
-    taken: list[Token] = []
     left: dict[str, int] = {}
 
     for name, count in scheduled.num_scheduled_tokens.items():
-        end, request = ends.get(name), scheduler.requests.get(name)
+        found, request = held.get(name), scheduler.requests.get(name)
         if (
-            end is None
+            found is None
             or request is None
+            or (end := found.ends) is None
             or request.status is not running
             or count != 1
             or len(tokens := sampled[row := rows[name]]) != 1
@@ -107,11 +106,11 @@ def take_plain(
             computed = request.num_computed_tokens - request.num_output_placeholders
             if computed % block == 0:
                 manager.cache_blocks(request, computed)
-        taken.append(Token(name, tokens[0], logprobs[row]))
+        found.add_alone(tokens[0], logprobs[row])
 
     rest = copy.copy(scheduled)
     rest.num_scheduled_tokens = left
-    return taken, rest
+    return rest
 
 
 def _is_plain(scheduler: Any, scheduled: Any, produced: Any) -> bool:
