@@ -115,10 +115,10 @@ MCP := {"played": {"command": [".envs/agents/bin/python", "packages/agents/tests
   "tools": ["plus"], "session": "run"}}
 kit-agents-adapters: .envs/agents/.synced
 	.envs/agents/bin/python $(PYTEST) $(KIT) --coupler environment=tools --coupler-set 'environment.mcp=$(MCP)'
-	.envs/agents/bin/python $(PYTEST) $(KIT) --coupler environment=gymnasium,id=FrozenLake-v1 \
-	  --coupler environment=gymnasium,target=packages/agents/tests/kit_gymnasium.py:Guess
+	.envs/agents/bin/python $(PYTEST) $(KIT) --coupler environment=gymnasium,target=packages/agents/tests/kit_gymnasium.py:Guess \
+	  $(if $(FULL),--coupler environment=gymnasium$(comma)id=FrozenLake-v1)
 	.envs/agents/bin/python $(PYTEST) $(KIT) --coupler environment=program,target=$(CLIENTS):with_openai \
-	  --coupler environment=program,target=$(CLIENTS):with_anthropic
+	  $(if $(FULL),--coupler environment=program$(comma)target=$(CLIENTS):with_anthropic)
 	.envs/agents/bin/python $(PYTEST) $(KIT) --coupler environment=toy,workers=2
 
 test-agents: kit-agents-adapters

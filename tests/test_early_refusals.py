@@ -20,6 +20,8 @@ HEAVY = ("torch", "transformers", "vllm", "sglang", "megatron", "ray", "reasonin
 IMPORTS = 9
 SERVER = f"""
 import json, os, sys
+# What is light is imported once, not by each child.
+import coupler.cli.composing, coupler.jobs
 from coupler.cli import main
 
 class Ends:

@@ -37,6 +37,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.slow  # rollout-vllm's tests have an engine and vLLM in environments of their own
 def test_the_rollout_runs_in_an_environment_of_its_own(
     other: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -51,7 +51,7 @@ def test_a_misspelt_option_shows_before_anything_runs(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("algorithm", SMALL)
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_the_quickstart(algorithm: str, tmp_path: Path) -> None:
     done = quickstart(
         tmp_path, "--algorithm", algorithm, "--sft-steps", "3", "--held-out", "8", *SMALL[algorithm]

@@ -57,6 +57,7 @@ def test_a_run_and_its_rest_are_those_of_any_number(
     assert reproducible(folder, but) == reproducible(whole, but)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_torchrun(model: Path, rows: Path) -> None:
     """Where no GPU is seen, every rank recomputes all layers."""
     usual = ("engine=fsdp", "prompts_per_step=4", "deterministic=true")

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.faults import hostile, run
 from tests.faults.toy_runs import arguments, call, write_inputs
@@ -123,12 +124,11 @@ def check(seed: int, number: int) -> Iterator[str]:
 
 def _try_pool(folder: Path, case: Case) -> Iterator[str]:
     before, start = resident_bytes(), time.monotonic()
-    # An import that hangs is refused after this time, too.
-    process.START_S = 12.0
     target = f"{folder / 'reward.py'}:score"
     pool = RewardPool(target, 1, TIMEOUT_S, 1.0, LIMITS)
 
-    with _watching() as seen:
+    # An import that hangs is refused within the limit, too.
+    with _watching() as seen, mock.patch.object(process, "START_S", 12.0):
         try:
             pool.start()
             scored = asyncio.run(_scores(pool))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,9 +269,16 @@ def test_ranks_have_the_gradient_of_one(
     assert worst(found[1], found[0]) < 1e-4
 
 
-def test_a_compiled_layer_has_the_same_products(folder_of: Folder) -> None:
-    if shutil.which("g++") is None:
+@pytest.mark.parametrize(
+    "backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_a_compiled_layer_has_the_same_products(
+    backend: str, folder_of: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first backend goes up to the code that the second writes and compiles."""
+    if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     batch, outputs, grads = make_batch(), [], []
     for compiled in (False, True):

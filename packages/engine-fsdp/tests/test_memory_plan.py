@@ -5,6 +5,7 @@ against peaks that were measured on GPUs.
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from coupler.testing.memory import (
 from coupler_engine_fsdp.config import FSDPConfig, HFConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 from coupler_engine_fsdp.lora import Adapter
+from coupler_engine_fsdp.memory import engine as engine_plan
 from coupler_engine_fsdp.memory.rehearsal import Rehearsal, rehearse
 from coupler_engine_fsdp.model import build, layers_of
 from coupler_engine_fsdp.rollout import HFRollout
@@ -187,6 +189,31 @@ def test_a_frozen_reference(folder: Path, dtype: str) -> None:
     assert total(needs.held[Part.PARAMS]) == pytest.approx(held(engine), rel=0.01)
     assert Phase.TRAINING not in needs.peaks
     engine.close()
+
+
+def test_an_equal_question_is_not_rehearsed_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed: list[int] = []
+
+    def count(*given: Any, **named: Any) -> Rehearsal:
+        rehearsed.append(1)
+        return rehearse(*given, **named)
+
+    monkeypatch.setattr(engine_plan, "rehearse", count)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = Asked(path="engine", model=Model(str(tmp_path)), shape={}, trains=True, tokens=64)
+    first = FSDPConfig().memory_needs(asked)
+    assert FSDPConfig().memory_needs(asked) == first
+    assert len(rehearsed) == 1
+
+    config["num_hidden_layers"] += 1
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert FSDPConfig().memory_needs(asked).parameters > first.parameters
+    assert FSDPConfig(dtype="fp32").memory_needs(asked) != first
+    assert len(rehearsed) == 3
 
 
 def test_a_critic_has_no_logits(folder: Path) -> None:

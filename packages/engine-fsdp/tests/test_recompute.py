@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,14 @@ def test_no_bit_of_a_gradient_depends_on_it(folder: Path, settings: dict[str, An
         assert all(np.array_equal(some[name], whole[name]) for name in whole), layers
 
 
-def test_layers_of_a_kind_are_compiled_together(tmp_path: Path) -> None:
-    """Else a deep model meets PyTorch's limit, and its last layers run as they are."""
+def test_layers_of_a_kind_are_compiled_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a deep model meets PyTorch's limit, and its last layers run as they are.
+
+    Graphs are counted before a backend compiles them.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     found = []
     for layers in (2, 5):
         folder = write_model(tmp_path / str(layers), num_hidden_layers=layers)
@@ -108,7 +115,13 @@ def test_layers_of_a_kind_are_compiled_together(tmp_path: Path) -> None:
     assert found[0] == found[1] > 0
 
 
-def test_some_layers_of_a_compiled_model(folder_of: Folder) -> None:
+def test_some_layers_of_a_compiled_model(
+    folder_of: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the code that a backend writes: its compiler takes most of a minute."""
+    backend = "aot_eager_decomp_partition"
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
     batch = make_batch()
     found = []
     for settings in ({}, first(1, every=2)):
@@ -144,9 +157,14 @@ def test_the_plan_of_some_layers(folder: Path, layers: int, settings: dict[str, 
     engine.close()
 
 
-@pytest.mark.parametrize("shape", ["1.5b", "7b", "moe"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"ranks": 2}, {"compile": True}, {"lora_rank": 16}], ids=str
+    ("shape", "settings"),
+    [
+        pytest.param(shape, settings, marks=pytest.mark.slow if large and settings else ())
+        for shape, large in (("1.5b", True), ("7b", True), ("moe", False))
+        for settings in ({}, {"ranks": 2}, {"compile": True}, {"lora_rank": 16})
+    ],
+    ids=str,
 )
 def test_more_layers_take_no_more(tmp_path: Path, shape: str, settings: dict[str, Any]) -> None:
     AutoConfig.for_model(**LARGE[shape]).save_pretrained(tmp_path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from coupler.testing.reference import TransformersReference
 from coupler_rollout_sglang.config import Mode, SGLangConfig
 from coupler_rollout_sglang.links import PrivateLink
 from coupler_rollout_sglang.rollout import SGLangRollout
+from coupler_rollout_sglang.wire import Wire
 
 OWNER = """
 import asyncio, sys, time
@@ -33,6 +35,19 @@ rollout = SGLangRollout(SGLangConfig(), Model(sys.argv[1]))
 asyncio.run(rollout.prepare(Rank(seed=1)))
 print("gate", rollout.prepared.gate.path, flush=True)
 time.sleep(600)
+"""
+
+DIES_WITH_ITS_OWNER = """
+import sys
+from coupler.errors import CouplerError
+from coupler_rollout_sglang import host
+
+def prepared(asked):
+    sys.stdin.read()
+    raise CouplerError("the engine died")
+
+host.prepared, host.LOOK_S = prepared, 600
+host.main()
 """
 
 
@@ -75,6 +90,23 @@ def test_a_prepared_engine_leaves_nothing_when_the_process_that_started_it_is_ki
     while left := list(place.iterdir()):
         assert time.monotonic() < until, left
         time.sleep(0.1)
+
+
+def test_an_engine_that_dies_of_its_owner_s_end_leaves_no_folder(tmp_path: Path) -> None:
+    """It may notice before the look at whether the owner lives."""
+    (folder := tmp_path / "sockets").mkdir()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        host = subprocess.Popen(
+            [sys.executable, "-c", DIES_WITH_ITS_OWNER, str(theirs.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        Wire(ours).send({"parent": os.getpid(), "folder": str(folder)})
+    host.communicate(timeout=200)
+    assert not folder.exists()
 
 
 def test_an_engine_that_was_killed_before_it_started_is_named(

@@ -109,6 +109,7 @@ def test_another_rollout_samples_the_evaluations(
     assert max(step["train_infer/abs_diff"] for step in log[1:]) < 1e-3
 
 
+@pytest.mark.slow
 def test_a_quantised_rollout_is_held_to_the_limit_of_its_precision(
     tmp_path: Path, reference: TransformersReference
 ) -> None:

@@ -43,7 +43,19 @@ def main() -> None:
     asked = wire.receive()
     owned = asked["parent"], asked["folder"]
     threading.Thread(target=end_with, args=owned, daemon=True).start()
+    try:
+        hold(asked, wire)
+    except (BrokenPipeError, ConnectionResetError):
+        # Who started this was killed, and an engine that dies of it says so too late.
+        end(asked["folder"])
 
+
+def hold(asked: dict[str, Any], wire: Wire) -> None:
+    """Start the engine, say that it runs or why not, and answer calls.
+
+    Raises:
+        BrokenPipeError, ConnectionResetError: nobody is there any more.
+    """
     try:
         arguments, facts = prepared(asked)
         if asked["serve"]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,16 +30,32 @@ QUANTISING = {False: 53, True: 0}
 """Bytes of each number of a weight that quantising its moments takes, by whether there
 is a GPU. There it is compiled into one pass over memory.
 """
+KEPT = 256
+"""Estimates that a process keeps: a plan asks for most of them several times."""
+_kept: dict[str, Needs] = {}
 
 
 def needs(config: FSDPConfig, asked: Asked) -> Needs:
-    """Estimate the memory of one rank.
+    """Estimate the memory of one rank, or return the estimate of an equal question.
 
     The policy is built on the meta device, and one micro-batch of it is rehearsed.
 
     Raises:
         CouplerError: the model cannot be built.
     """
+    file = Path(asked.model.path, "config.json")
+    shape = file.read_text(errors="replace") if file.is_file() else ""
+    # An estimate does not depend on the memory that there is.
+    question = f"{config} {replace(asked, device_bytes=0)} {shape}"
+    if question not in _kept:
+        found = _estimate(config, asked)
+        if len(_kept) == KEPT:
+            _kept.clear()
+        _kept[question] = found
+    return _kept[question]
+
+
+def _estimate(config: FSDPConfig, asked: Asked) -> Needs:
     dtype = compute_dtype(config.dtype, asked.gpu)
     tokens = asked.micro_batch(config.max_tokens_per_gpu * config.sequence_parallel)
     tokens = -(-tokens // config.sequence_parallel)
