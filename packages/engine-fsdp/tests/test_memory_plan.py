@@ -31,6 +31,7 @@ from coupler_engine_fsdp.config import FSDPConfig, HFConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 from coupler_engine_fsdp.lora import Adapter
 from coupler_engine_fsdp.memory import engine as engine_plan
+from coupler_engine_fsdp.memory import rehearsal
 from coupler_engine_fsdp.memory.rehearsal import Rehearsal, rehearse
 from coupler_engine_fsdp.model import build, layers_of
 from coupler_engine_fsdp.rollout import HFRollout
@@ -39,6 +40,8 @@ MEASURED = 0.15
 LOGPROBS = (Output("logprobs"),)
 WHOLE = {"gradient_checkpointing": False}
 FP8 = {"precision": "fp8"}
+EXPERTS = SMALL | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 64, "head_dim": 32}
 # The kit has a step with the defaults, and one with small micro-batches.
 TRAINED: dict[str, dict[str, Any]] = {
     "whole": WHOLE,
@@ -152,8 +155,7 @@ def rehearsed(config: FSDPConfig, model: Model) -> Rehearsal:
 @pytest.mark.parametrize("targets", [[], ["all-linear"], ["all-linear", "experts"]])
 def test_experts(tmp_path: Path, dtype: str, targets: list[str]) -> None:
     """An adapter has two grouped products more for each matrix of the experts."""
-    shape = {**SMALL, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
-    config = AutoConfig.for_model(**shape, moe_intermediate_size=64, head_dim=32)
+    config = AutoConfig.for_model(**EXPERTS)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     lora = {"lora_rank": 8, "target_modules": targets} if targets else {}
     trained(FSDPConfig(**WHOLE, dtype=dtype, **lora), Model(str(tmp_path)))
@@ -214,6 +216,28 @@ def test_an_equal_question_is_not_rehearsed_again(
     assert FSDPConfig().memory_needs(asked).parameters > first.parameters
     assert FSDPConfig(dtype="fp32").memory_needs(asked) != first
     assert len(rehearsed) == 3
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize(
+    "settings", [{}, {"dtype": "bf16"}, {"lora_rank": 4}, {"precision": "fp8"}], ids=str
+)
+@pytest.mark.parametrize("shape", [SMALL, EXPERTS], ids=["dense", "experts"])
+def test_operations_that_come_again_take_the_same(
+    shape: dict[str, Any],
+    settings: dict[str, Any],
+    gpu: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    AutoConfig.for_model(**shape).save_pretrained(tmp_path)
+    config, tokens = FSDPConfig(**settings), {"tokens": 512, "longest": 128}
+    found = []
+    for looks_up in (rehearsal._makes_new_tensors, lambda _: False):
+        monkeypatch.setattr(rehearsal, "_makes_new_tensors", looks_up)
+        monkeypatch.setattr(engine_plan, "_kept", {})
+        found.append(planned(config, Model(str(tmp_path)), trains=True, gpu=gpu, **tokens))
+    assert found[0] == found[1]
 
 
 def test_a_critic_has_no_logits(folder: Path) -> None:

@@ -7,8 +7,9 @@ called, so that the count holds for any model that the engine can train.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -185,6 +186,7 @@ class _Storages(TorchDispatchMode):
         self.used: set[int] = set()
         self.now = self.peak = self.gradients = 0
         self.course = {0: 0}
+        self.results = _Results()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Operands in fp8 are tensors in a wrapper, whose own operations come back here.
@@ -192,7 +194,8 @@ class _Storages(TorchDispatchMode):
             return NotImplemented
         # PyTorch knows the shape of a grouped product of bf16 alone.
         grouped = func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16
-        out = (_grouped if grouped else func)(*args, **(kwargs or {}))
+        call = _grouped if grouped else self.results.of(func)
+        out = call(*args, **(kwargs or {}))
         for tensor in _tensors(out):
             self._count(tensor)
         # PyTorch's own holds the exponentials meanwhile. Kernels for GPUs do not.
@@ -236,6 +239,65 @@ class _Storages(TorchDispatchMode):
     def of_products(self) -> int:
         """Return the bytes that products and attention used, of those that live."""
         return sum(self.sizes.get(key, 0) for key in self.used)
+
+
+class _Results:
+    """Make what an operation returned before for operands of the same shapes.
+
+    PyTorch works each shape out in Python, and layers repeat one another.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[Any, list[Any]] = {}
+
+    def of(self, func: Any) -> Callable[..., Any]:
+        """Return ``func``, or a faster one that returns the same."""
+        return partial(self._repeat, func) if _makes_new_tensors(func) else func
+
+    def _repeat(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = (func, _described(args), _described(tuple(kwargs.items())))
+        try:
+            made = self.made.get(asked)
+        except TypeError:  # what cannot be a key
+            return func(*args, **kwargs)
+        if made is not None:
+            found = [None if each is None else torch.empty_strided(*each[0], **each[1])
+                     for each in made]  # fmt: skip
+            return found[0] if len(found) == 1 else tuple(found)
+
+        out = func(*args, **kwargs)
+        several = out if isinstance(out, tuple) else (out,)
+        operands = {_key(tensor) for tensor in _tensors((args, kwargs))}
+        if all(each is None or _is_of_its_own(each, operands) for each in several):
+            self.made[asked] = [each if each is None else _recipe(each) for each in several]
+        return out
+
+
+@cache
+def _makes_new_tensors(func: Any) -> bool:
+    """Tell if nothing that the operation returns or changes is one of its operands."""
+    named = (*func._schema.arguments, *func._schema.returns)
+    return all(each.alias_info is None for each in named)
+
+
+def _described(value: Any) -> Any:
+    """Return what decides of the shapes of a result, 1 and 1.0 apart."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return type(value), value
+
+
+def _is_of_its_own(value: Any, operands: set[int]) -> bool:
+    """Tell if this is a tensor with a storage of its size that no operand has."""
+    if not isinstance(value, Tensor) or _key(value) in operands:
+        return False
+    return value.numel() * value.itemsize == value.untyped_storage().nbytes()
+
+
+def _recipe(tensor: Tensor) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    return (tensor.shape, tensor.stride()), {"dtype": tensor.dtype, "device": tensor.device}
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor, *_unused: object) -> Tensor:
