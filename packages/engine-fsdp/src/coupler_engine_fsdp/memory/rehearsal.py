@@ -7,7 +7,7 @@ called, so that the count holds for any model that the engine can train.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -248,7 +248,7 @@ class _Results:
     """
 
     def __init__(self) -> None:
-        self.made: dict[Any, list[Any]] = {}
+        self.made: dict[Any, list[Callable[[], Tensor | None]]] = {}
 
     def of(self, func: Any) -> Callable[..., Any]:
         """Return ``func``, or a faster one that returns the same."""
@@ -257,19 +257,17 @@ class _Results:
     def _repeat(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         asked = (func, _described(args), _described(tuple(kwargs.items())))
         try:
-            made = self.made.get(asked)
+            makers = self.made.get(asked)
         except TypeError:  # what cannot be a key
             return func(*args, **kwargs)
-        if made is not None:
-            found = [None if each is None else torch.empty_strided(*each[0], **each[1])
-                     for each in made]  # fmt: skip
-            return found[0] if len(found) == 1 else tuple(found)
+        if makers is not None:
+            made = tuple(make() for make in makers)
+            return made[0] if len(made) == 1 else made
 
         out = func(*args, **kwargs)
         several = out if isinstance(out, tuple) else (out,)
-        operands = {_key(tensor) for tensor in _tensors((args, kwargs))}
-        if all(each is None or _is_of_its_own(each, operands) for each in several):
-            self.made[asked] = [each if each is None else _recipe(each) for each in several]
+        if _are_new([each for each in several if each is not None], _tensors((args, kwargs))):
+            self.made[asked] = [_maker(each) for each in several]
         return out
 
 
@@ -289,15 +287,20 @@ def _described(value: Any) -> Any:
     return type(value), value
 
 
-def _is_of_its_own(value: Any, operands: set[int]) -> bool:
-    """Tell if this is a tensor with a storage of its size that no operand has."""
-    if not isinstance(value, Tensor) or _key(value) in operands:
+def _are_new(made: list[Any], operands: Iterable[Tensor]) -> bool:
+    """Tell if these are tensors, each with a storage of its size and of its own."""
+    if not all(isinstance(each, Tensor) for each in made):
         return False
-    return value.numel() * value.itemsize == value.untyped_storage().nbytes()
+    own = set(map(_key, made)) - set(map(_key, operands))
+    whole = (each.numel() * each.itemsize == each.untyped_storage().nbytes() for each in made)
+    return len(own) == len(made) and all(whole)
 
 
-def _recipe(tensor: Tensor) -> tuple[tuple[Any, Any], dict[str, Any]]:
-    return (tensor.shape, tensor.stride()), {"dtype": tensor.dtype, "device": tensor.device}
+def _maker(tensor: Tensor | None) -> Callable[[], Tensor | None]:
+    if tensor is None:
+        return lambda: None
+    shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
+    return partial(torch.empty_strided, shape, strides, dtype=dtype, device=tensor.device)
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor, *_unused: object) -> Tensor:
