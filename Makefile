@@ -54,7 +54,7 @@ $(UV):
 comma := ,
 # Each suite names the tests that it waited for longest.
 PYTEST := -m pytest --durations=8 --durations-min=5 $(if $(FULL),-m '')
-# With five suites on two cores, a start of SGLang took more than the kit's 300 s.
+# Beside other suites on two cores, a start of SGLang took more than the kit's 300 s.
 KIT := --pyargs coupler.testing.conformance --coupler-limit 600
 ONE_MODEL := $(if $(FULL),,$(comma)untied)
 ROLLOUT := (test_rollout or test_pair) $(if $(FULL),,and not long)
