@@ -168,9 +168,9 @@ def test_a_search_is_checked_at_the_values_it_may_take() -> None:
         ),
         (
             "hydra_plugins.hydra_optuna_sweeper",
-            ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1",
+            ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1",
              "sampling.temperature=interval(0.5, 1)"],
-            2,
+            3,
         ),
     ],
     ids=["joblib", "optuna"],
@@ -217,8 +217,11 @@ def test_ctrl_c_ends_a_product_and_the_table_comes(tmp_path: Path) -> None:
     assert said.splitlines()[-1] == "coupler: interrupted"
     assert not (run / never).exists()
 
-    rows = results(tmp_path)
-    assert [row["values"]["seed"] for row in rows] == [1, 2, 1]
+    rows, good = results(tmp_path), f"{tmp_path / 'reward.py'}:score"
+    values = [(row["values"]["reward.target"], row["values"]["seed"]) for row in rows]
+    assert values == [(good, 1), (good, 2), (f"{reward}:score", 1)]
+    words = ["reward.target", "seed", "first", "reward", "last", "reward", "ended", "folder"]
+    assert words in [line.split() for line in out.splitlines()]
     assert [row["ended"] for row in rows] == ["done", "done", "interrupted"]
     assert [" done " in line for line in out.splitlines()[-4:-1]] == [True, True, False]
     assert f" interrupted  {run / waits}" in out.splitlines()[-2]
