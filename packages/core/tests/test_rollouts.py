@@ -374,15 +374,23 @@ class Aborts(ToyRollout):
         return replace(await super().generate(request), finish="abort")
 
 
+LOST = r"a rollout returned 3 log-probs and 4 versions of 4 tokens"
+NO_END = "ended a request with 'repetition', which is none of stop, length, abort"
+
+
 @pytest.mark.parametrize(
-    ("rollout", "what"),
+    ("rollout", "asked", "what"),
     [
-        ("Loses", r"a rollout returned 3 log-probs and 4 versions of 4 tokens"),
-        ("Repeats", "ended a request with 'repetition', which is none of stop, length, abort"),
-        ("Aborts", "cut a request off without a pause"),
+        ("Loses", "generate", LOST),
+        ("Loses", "sample_on_each", LOST),
+        ("Repeats", "generate", NO_END),
+        ("Repeats", "sample_on_each", NO_END),
+        ("Aborts", "generate", "cut a request off without a pause"),
     ],
 )
-def test_an_end_that_is_none_is_an_error(tmp_path: Path, rollout: str, what: str) -> None:
+def test_an_answer_that_is_none_is_an_error(
+    tmp_path: Path, rollout: str, asked: str, what: str
+) -> None:
     executor = Local(inline=True, waits=Waits(60.0, 60.0))
     model = Model(str(write_toy(tmp_path)))
     spec = RolloutSpec(f"test_rollouts:{rollout}", ToyRolloutConfig(), model)
@@ -390,7 +398,7 @@ def test_an_end_that_is_none_is_an_error(tmp_path: Path, rollout: str, what: str
 
     async def story() -> None:
         await group.setup()
-        await group.generate(Request((5, 6), 4))
+        await getattr(group, asked)(Request((5, 6), 4))
 
     with pytest.raises(CouplerError, match=what):
         asyncio.run(story())

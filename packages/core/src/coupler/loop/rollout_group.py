@@ -70,6 +70,38 @@ def _holds_all(mask: Any, tokens: tuple[int, ...]) -> bool:
     return bool((mask == np.array(tokens, int)[:, None]).any(1).all())
 
 
+def _checked(request: Request, done: Completion) -> Completion:
+    """Return a rollout's answer, with the routes and masks that were asked for.
+
+    Raises:
+        CouplerError: it is not what :class:`Completion` describes, or routes or masks
+            are missing.
+    """
+    if done.finish not in FINISHES:
+        raise CouplerError(
+            f"a rollout ended a request with {done.finish!r}, which is none of "
+            f"{', '.join(FINISHES)}.\n  look at:  the rollout's log"
+        )
+    if not len(done.tokens) == len(done.logprobs) == len(done.versions):
+        raise CouplerError(
+            f"a rollout returned {len(done.logprobs)} log-probs and {len(done.versions)} "
+            f"versions of {len(done.tokens)} tokens.\n  look at:  the rollout's log"
+        )
+    if request.routed_experts and done.routed_experts is None and done.tokens:
+        raise CouplerError(
+            "the rollout was asked which experts its tokens went to, and did not say.\n"
+            "  try:  router_replay=R2, which does not ask it"
+        )
+    if request.top_k and not _holds_all(done.sampling_mask, done.tokens):
+        raise CouplerError(
+            "the rollout was asked which ids it sampled each token among, and the token is "
+            "not always one of them.\n"
+            "  look at:  Completion.sampling_mask\n"
+            "  try:  sampling.top_k=0 sampling.top_p=1, which does not ask it"
+        )
+    return done
+
+
 class RolloutGroup:
     """Shares requests among replicas, as its :class:`Router` chooses.
 
@@ -192,7 +224,7 @@ class RolloutGroup:
 
     async def sample_on_each(self, request: Request) -> list[Completion]:
         """Sample one completion on every living replica."""
-        return await self.all("generate", request)
+        return [_checked(request, done) for done in await self.all("generate", request)]
 
     async def sleep(self, what: frozenset[Memory]) -> None:
         """Free this memory on every living replica."""
@@ -240,7 +272,7 @@ class RolloutGroup:
             CouplerError: a request was cut off without a pause.
             ReplicaDied: no replica lives.
         """
-        done, pauses = await self._generate(request), self.pauses
+        done, pauses = await self._sample(request), self.pauses
         while done.finish == "abort":
             rest = replace(
                 request,
@@ -249,46 +281,13 @@ class RolloutGroup:
                 # the random numbers of the first part would favour its tokens again
                 seed=derive(request.seed, "continued", len(done.tokens)),
             )
-            more = await self._generate(rest)
+            more = await self._sample(rest)
 
             if more.finish == "abort" and self.pauses == pauses:
                 raise CouplerError(
                     "a rollout cut a request off without a pause.\n  look at:  the rollout's log"
                 )
             done, pauses = _continued(done, more), self.pauses
-        return done
-
-    async def _generate(self, request: Request) -> Completion:
-        """Sample one completion, with the routes and masks that were asked for.
-
-        Raises:
-            CouplerError: the rollout's answer is not what :class:`Completion`
-                describes, or routes or masks are missing.
-        """
-        done = await self._sample(request)
-
-        if done.finish not in FINISHES:
-            raise CouplerError(
-                f"a rollout ended a request with {done.finish!r}, which is none of "
-                f"{', '.join(FINISHES)}.\n  look at:  the rollout's log"
-            )
-        if not len(done.tokens) == len(done.logprobs) == len(done.versions):
-            raise CouplerError(
-                f"a rollout returned {len(done.logprobs)} log-probs and {len(done.versions)} "
-                f"versions of {len(done.tokens)} tokens.\n  look at:  the rollout's log"
-            )
-        if request.routed_experts and done.routed_experts is None and done.tokens:
-            raise CouplerError(
-                "the rollout was asked which experts its tokens went to, and did not say.\n"
-                "  try:  router_replay=R2, which does not ask it"
-            )
-        if request.top_k and not _holds_all(done.sampling_mask, done.tokens):
-            raise CouplerError(
-                "the rollout was asked which ids it sampled each token among, and the token is "
-                "not always one of them.\n"
-                "  look at:  Completion.sampling_mask\n"
-                "  try:  sampling.top_k=0 sampling.top_p=1, which does not ask it"
-            )
         return done
 
     async def _sample(self, request: Request) -> Completion:
@@ -306,6 +305,6 @@ class RolloutGroup:
             self.router.finish(request, index, cost, answer)
 
             if not isinstance(answer, ReplicaDied):
-                return replace(answer, replica=index)
+                return replace(_checked(request, answer), replica=index)
             if not self._living():
                 raise answer
