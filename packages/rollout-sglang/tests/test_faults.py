@@ -76,15 +76,20 @@ def died_within(served: Served, story: Callable[[], Any]) -> None:
     served.run(told)
 
 
-@pytest.mark.parametrize("name", ["manager", pytest.param("detokenizer", marks=pytest.mark.slow)])
-def test_killed_while_idle(served: Served, name: str) -> None:
+def test_only_schedulers_are_started(served: Served) -> None:
+    titles = [title(pid) for pid in children(process(served.rollout, "manager"))]
+    started = [each for each in titles if "resource_tracker" not in each]
+    assert len(started) == 1 and started[0].startswith("sglang::scheduler"), titles
+
+
+def test_killed_while_idle(served: Served) -> None:
     async def noticed() -> None:
         while True:
             await served.rollout.pause(InFlight.DRAIN)
             await asyncio.sleep(0.1)
 
     async def story() -> Any:
-        return kill(process(served.rollout, name)), noticed()
+        return kill(process(served.rollout, "manager")), noticed()
 
     died_within(served, story)
 

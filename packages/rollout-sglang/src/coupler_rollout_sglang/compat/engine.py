@@ -33,8 +33,19 @@ def start(arguments: dict[str, Any]) -> Any:
     """
     from sglang.srt.entrypoints.engine import Engine
 
+    class TokensOnly(Engine):
+        """Start no process that turns tokens into text: with ``skip_tokenizer_init``
+        nobody sends it any.
+        """
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(
+            cls, *_: Any, **__: Any
+        ) -> tuple[list[Any], list[str]]:
+            return [], []
+
     try:
-        return Engine(**arguments)
+        return TokensOnly(**arguments)
     except RuntimeError as error:
         if "scheduler died" in str(error):
             raise ReplicaDied(messages.DIED_AT_START) from error
