@@ -104,7 +104,10 @@ def test_every_backend_that_core_declares_exists() -> None:
 def test_broken_plugin_is_a_warning_for_others_and_an_error_when_selected(tmp_path: Path) -> None:
     install(tmp_path, "coupler-engine-acme", "import acme_kernels")
     assert states(tmp_path)["", "acme"]["state"] == "broken"
-    other = run("config", *NEEDED, "engine=toy", folders=(tmp_path,))
+    for _ in range(10):
+        other = run("config", *NEEDED, "engine=toy", folders=(tmp_path,))
+        if "takes long to read, and was not waited for" not in other.stderr:
+            break  # else the machine has other work
     assert other.returncode == 0
     warnings = [line for line in other.stderr.splitlines() if "acme" in line]
     assert warnings == [

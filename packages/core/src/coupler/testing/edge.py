@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from coupler.errors import ReplicaDied
 from coupler.interfaces import (
@@ -22,6 +22,8 @@ from coupler.interfaces import (
 )
 from coupler.loop.transfer import both_sides
 from coupler.plugins.backend import Backend
+
+T = TypeVar("T")
 
 
 class Edge:
@@ -110,3 +112,20 @@ class Served:
     def close(self) -> None:
         self.rollout.close()
         self.runner.close()
+
+
+def amid_tokens(attempt: Callable[[float], T], hit: Callable[[T], bool]) -> T:
+    """Call ``attempt`` with several delays in seconds, and return its first result that
+    is a hit.
+
+    It pauses after the delay, and hits if that is between the first and the last token
+    of what runs: a quick rollout is done soon, one beside other work begins late.
+
+    Raises:
+        AssertionError: no delay hit.
+    """
+    for delay in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 1.0, 3.0):
+        found = attempt(delay)
+        if hit(found):
+            return found
+    raise AssertionError("no pause came between the first and the last token of all requests")

@@ -19,7 +19,7 @@ from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Completion, InFlight, Memory, Named, Request
 from coupler.plugins.manager import Plugins
 from coupler.testing import expect
-from coupler.testing.edge import Served
+from coupler.testing.edge import Served, amid_tokens
 from coupler.testing.models import EOS, NUM_SPECIAL, VOCAB, rewrite
 from coupler.testing.reference import Reference, as_batch
 from coupler.testing.subject import Subject
@@ -701,14 +701,11 @@ def interrupted(
     hit: Callable[[Completion], bool],
     top_k: int = 0,
 ) -> tuple[list[Completion], Completion]:
-    """Call :func:`paused` as often as it takes to hit both requests between their first
-    and last token: a quick rollout is done soon, one beside other work begins late.
-    """
-    for delay in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 1.0, 3.0):
-        running, late = paused(served, how, during, delay, top_k)
-        if all(hit(done) for done in running):
-            return running, late
-    raise AssertionError("no pause came between the first and the last token of both requests")
+    """Call :func:`paused` until both requests are hit."""
+    return amid_tokens(
+        lambda delay: paused(served, how, during, delay, top_k),
+        lambda found: all(hit(done) for done in found[0]),
+    )
 
 
 def test_drain_waits_for_what_runs(served: Served, reference: Reference) -> None:
