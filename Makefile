@@ -58,13 +58,15 @@ PYTEST := -m pytest --durations=8 --durations-min=5 $(if $(FULL),-m '')
 KIT := --pyargs coupler.testing.conformance --coupler-limit 600
 ONE_MODEL := $(if $(FULL),,$(comma)untied)
 ROLLOUT := (test_rollout or test_pair) $(if $(FULL),,and not long)
+# Long sequences and crowds of them on one rank, and every night in the layouts
+SHORT := $(if $(FULL),,-k 'not (engine_long and parallel)')
 KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy --coupler transport=inproc \
   --coupler transport=disk --coupler transport=tcp --coupler sharding=stream --coupler tracker=jsonl --coupler tracker=console
-KIT_engine-fsdp := --coupler engine=fsdp --coupler engine=fsdp,sequence_parallel=2 --coupler rollout=hf --coupler transport=nccl
+KIT_engine-fsdp := --coupler engine=fsdp --coupler engine=fsdp,sequence_parallel=2 --coupler rollout=hf --coupler transport=nccl $(SHORT)
 # Plain, and in each of these layouts: settings, and models of the kit, with commas between them; further ones are in
 # the package's own suite. LAYOUTS=tensor_parallel=4 on the command line tries another.
 LAYOUTS := tensor_parallel=2,pipeline_parallel=2 moe,expert_parallel=2 $(if $(FULL),context_parallel=2)
-KIT_engine-megatron := --coupler engine=megatron $(addprefix --coupler engine=megatron$(comma),$(LAYOUTS))
+KIT_engine-megatron := --coupler engine=megatron $(addprefix --coupler engine=megatron$(comma),$(LAYOUTS)) $(SHORT)
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft \
   --coupler algorithm=dpo --coupler algorithm=dpo,loss=ipo --coupler algorithm=kto --coupler algorithm=reward_model \
   --coupler algorithm=grpo,ratio=geometric,opsm_delta=0.1 --coupler algorithm=grpo,shape=gate,clip_low=0,clip_high=0 \

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from email.parser import HeaderParser
+from functools import cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
@@ -50,8 +52,9 @@ def describe_run(code: Mapping[str, Path]) -> dict[str, Any]:
     }
 
 
-def installed() -> dict[str, str]:
-    """Return the versions of all distributions, by name."""
+@cache
+def installed() -> Mapping[str, str]:
+    """Return the versions of all distributions, by name, when this was first asked."""
     return dict(sorted(found for d in distributions() if (found := _named(d))))
 
 
@@ -91,7 +94,11 @@ def _ask(folder: Path, *arguments: str) -> str:
 def _named(dist: Distribution) -> tuple[str, str] | None:
     """Return name and version, or None of a distribution whose metadata is damaged."""
     try:
-        name, number = dist.metadata["Name"], dist.metadata["Version"]
-    except (OSError, ValueError, KeyError):
+        text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
+    except (OSError, ValueError):
         return None
-    return (name.lower(), number or "") if name else None
+
+    # A README of thousands of lines follows the fields.
+    fields = HeaderParser().parsestr(text.partition("\n\n")[0])
+    name = fields["Name"]
+    return (name.lower(), fields["Version"] or "") if name else None

@@ -6,6 +6,7 @@ import hashlib
 import os
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def find(config: RunConfig, resolved: str, run: str = "") -> Checkpoint | None:
     return _of_this_configuration(found, resolved) if same else found
 
 
+@cache
 def config_hash(resolved: str) -> str:
     """Hash the options that must not change when a run goes on, as far as core knows.
 
