@@ -27,7 +27,7 @@ ifdef PACKAGE
 test: test-$(PACKAGE)
 else
 test: suite-runs suite-workspace suite-typed suite-ray suite-outside suite-core lint docs suite-rollout-sglang suite-rollout-vllm \
-  kit-engine-fsdp kit-engine-megatron suite-engine-fsdp faults-rollout-vllm kit-rollout-sglang suite-engine-megatron $(addprefix test-,$(PACKAGES))
+  kit-engine-fsdp kit-engine-megatron suite-engine-fsdp suite-agents faults-rollout-vllm kit-rollout-sglang suite-engine-megatron $(addprefix test-,$(PACKAGES))
 endif
 
 setup: .venv/.synced

@@ -52,7 +52,9 @@ def in_terminal(arguments: list[str], columns: int) -> list[str]:
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_terminal_shows_what_fits(columns: int, tmp_path: Path) -> None:
-    lines = in_terminal(command(tmp_path), columns)
+    slow = tmp_path / "slow.py"  # The bar is drawn ten times a second.
+    slow.write_text("import time\ndef score(completion):\n    time.sleep(0.2)\n    return 0.0\n")
+    lines = in_terminal([*command(tmp_path), f"reward.target={slow}:score"], columns)
     steps = [line for line in lines if re.match("step +[1-9]  ", line)]
     assert len(steps) == 3
     assert all(len(line) <= columns for line in steps)

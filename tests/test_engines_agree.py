@@ -32,6 +32,8 @@ LAYOUTS = {  # (model, ranks, settings)
     "moe-ep2": ("moe", 2, {"expert_parallel": 2}),
     "moe-tp2-ep2": ("moe", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
 }
+# Others have these parts too.
+PARTS = dict.fromkeys(("tp2", "pp2", "moe-ep2"), pytest.mark.slow)
 References = Callable[[str], TransformersReference]
 
 
@@ -90,7 +92,9 @@ def alone(
     return train
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=PARTS.get(name, ())) for name in LAYOUTS]
+)
 def test_losses_and_the_first_gradient_are_equal(
     layout: str, alone: Callable[[str], np.ndarray], reference_of: References, tmp_path: Path
 ) -> None:

@@ -113,7 +113,8 @@ def test_micro_batches_change_no_number(model: Path, tmp_path: Path) -> None:
         assert {name: other[name] for name in same} == pytest.approx(same, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["dpo", "kto"])
 def test_two_ranks_change_no_number(
     model: Path, tmp_path: Path, cluster: str, algorithm: str
 ) -> None:

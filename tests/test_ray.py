@@ -180,6 +180,7 @@ def test_two_ranks_and_two_replicas_over_two_nodes(
                 assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_ranks_of_every_role_go_on_from_one_rank(
     cluster: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,7 +134,7 @@ def rank_of(pid: int) -> int:
     ("rank", "text"),
     [
         (1, "coupler: policy rank 1 (pid {pid}, node "),
-        (0, "coupler: rank 0, which controls the run, ended."),
+        pytest.param(0, "coupler: rank 0, which controls the run, ended.", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_process_ends_the_run_with_one_sentence(
