@@ -152,7 +152,9 @@ def test_the_last_one_s_death_names_how_it_died(tmp_path: Path) -> None:
     told(tmp_path, story, 1)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_a_job_gives_the_numbers_of_an_undisturbed_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], how: signal.Signals
 ) -> None:

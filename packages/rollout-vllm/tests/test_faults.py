@@ -267,6 +267,7 @@ def test_killed_while_an_adapter_comes(
     assert capsys.readouterr().out.count("rollout replica 0 died; starting it again") == 1
 
 
+@pytest.mark.slow
 def test_unfinished_requests_go_to_the_other_replica(reference: TransformersReference) -> None:
     """Two replicas, one killed while it decodes: every request gives one completion,
     and the dead one comes back.

@@ -69,7 +69,7 @@ MASKED = ("sampling.top_p=0.9", "sampling.top_k=20", "engine.lr=1e-4")
     [
         # nccl: over gloo, on the CPU
         ("max_staleness=1", "algorithm.correction_cap=2", "sync.transport=nccl"),
-        ("engine.lora_rank=4", "sync.transport=tcp", *MASKED),
+        pytest.param(("engine.lora_rank=4", "sync.transport=tcp", *MASKED), marks=pytest.mark.slow),
         ("engine.lora_rank=4", "rollout.max_lora_rank=4", "sync.transport=disk", "offload=true"),
     ],
     ids=[
