@@ -197,7 +197,13 @@ CHECKS: dict[str, Callable[[Path, list[str]], None]] = {
 }
 
 
-@pytest.mark.parametrize("page", TASKS, ids=[page.stem for page in TASKS])
+# two machines of one cluster, which test_ray has too
+SLOW = {"second-machine": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.stem, marks=SLOW.get(page.stem, ())) for page in TASKS]
+)
 def test_every_command_runs(
     page: Path, folder: Path, environment: dict[str, str], changed: Callable[[str], str]
 ) -> None:
