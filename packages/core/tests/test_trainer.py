@@ -499,6 +499,26 @@ class FirstOnly(ToyRollout):
         return receipt
 
 
+TEXT: Any = "slow"
+
+
+@pytest.mark.parametrize("wrong", [None, {"sync/speed": Metric(TEXT)}])
+def test_metrics_of_a_sync_that_are_none_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any
+) -> None:
+    run = ToyRun(tmp_path, small())
+
+    async def sync(version: int) -> Any:
+        await type(run.weights).sync(run.weights, version)
+        return wrong
+
+    monkeypatch.setattr(run.weights, "sync", sync)
+    with pytest.raises(
+        CouplerError, match=r"sync\(\) of sync.manager returned what are no metrics"
+    ):
+        run.run()
+
+
 class FromDisk(ToyRollout):
     """Reads the checkpoint instead of what it is sent: clean at first, stale ever
     after.

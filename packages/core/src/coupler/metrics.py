@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from coupler.errors import CouplerError
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -59,6 +61,18 @@ def read(metrics: Mapping[str, Metric]) -> Metrics:
     Each read waits for the device, so it is called once per step.
     """
     return {name: Metric(float(m.total), float(m.weight), m.how) for name, m in metrics.items()}
+
+
+def given(metrics: Mapping[str, Metric], whose: str) -> Metrics:
+    """Return the metrics that a plugin gave, as floats.
+
+    Raises:
+        CouplerError: they are no metrics. The message names ``whose`` they are.
+    """
+    try:
+        return read(metrics)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CouplerError(f"{whose} returned what are no metrics: {error}.") from error
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:

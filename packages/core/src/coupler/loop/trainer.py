@@ -25,7 +25,7 @@ from coupler.loop.sampler import Sampler
 from coupler.loop.state import State
 from coupler.loop.step_metrics import Clock, of_role, reproducible
 from coupler.loop.turns import Turn, turns_of
-from coupler.metrics import Metrics, merge
+from coupler.metrics import Metrics, given, merge
 
 # gets the number and the metrics of a finished step
 OnStep = Callable[[int, Metrics], Awaitable[None]]
@@ -80,7 +80,7 @@ class Trainer:
         Nothing is in flight then at staleness 0. An error that ends the run early is
         raised after everything in flight was cancelled.
         """
-        metrics = await self.weights.prove(done)
+        metrics = given(await self.weights.prove(done), "prove() of sync.manager")
         if not done:
             await on_step(0, metrics)
 
@@ -118,7 +118,7 @@ class Trainer:
         sampled = self.sampler.metrics()
         z = self.judge(trained, sampled, len(np.unique(batch["group"])))
         verified = self.weights.check(trained)
-        synced = await self.weights.sync(step)
+        synced = given(await self.weights.sync(step), "sync() of sync.manager")
         # the batch was sampled before the last sync, so it cannot verify it
         if not verified:
             synced |= await self.weights.probe()
