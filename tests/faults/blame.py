@@ -65,7 +65,7 @@ def judged(side: str, name: str, text: str) -> str:
     if not re.search(r"log-prob|weights|another distribution|tensors", text):
         return ""  # It is of something else, such as a number that is not finite.
     if CANNOT_TELL in text:
-        wanted = {"sharding": "sync|transport", "transport": "sync|transport"}.get(side, side)
+        wanted = {"sharding": "sync|transport"}.get(side, side)
         return "" if re.search(wanted, text) else f"it tells between others than the {side}"
     accused = [each for each, words in ACCUSED.items() if re.search(words, text)]
     return "" if side in accused or not accused else f"it accuses {' and '.join(accused)}"

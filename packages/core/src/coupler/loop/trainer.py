@@ -121,7 +121,7 @@ class Trainer:
         synced = given(await self.weights.sync(step), "sync() of sync.manager")
         # the batch was sampled before the last sync, so it cannot verify it
         if not verified:
-            synced |= await self.weights.probe()
+            synced |= given(await self.weights.probe(), "probe() of sync.manager")
         trained = reproducible(trained, verified)
         return {
             **sampled,

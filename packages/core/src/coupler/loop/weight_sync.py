@@ -221,9 +221,9 @@ class StreamShardingManager(ShardingManager):
             raise WeightSyncError(
                 f"{whose} log-probs differ from the engine's by {diff:.4f} on average at "
                 f"version {self.version}, limit {self.limit:.4f}.\n"
-                "  this means:  a sync did not bring the engine's weights into the rollout, or one "
-                "side computes other log-probs in a run than in the proof at its start; these "
-                "numbers cannot tell which\n"
+                "  this means:  a sync or its transport did not bring the engine's weights into "
+                "the rollout, or one side computes other log-probs in a run than in the proof at "
+                "its start; these numbers cannot tell which\n"
                 "  look at:  sync/* and train_infer/abs_diff in metrics.jsonl; the limit is "
                 "sync.max_mean_logprob_diff"
             )

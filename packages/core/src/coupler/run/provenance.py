@@ -94,7 +94,9 @@ def _ask(folder: Path, *arguments: str) -> str:
 def _named(dist: Distribution) -> tuple[str, str] | None:
     """Return name and version, or None of a distribution whose metadata is damaged."""
     try:
-        text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
+        # an empty name: a record that is one file, as setup.py wrote it
+        texts = map(dist.read_text, ("METADATA", "PKG-INFO", ""))
+        text = next(filter(None, texts), "")
     except (OSError, ValueError):
         return None
 
