@@ -183,6 +183,7 @@ def show_phases(config: str, overrides: list[str], runs: int) -> None:
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder:
             for name, wall, cpu in phases(*run_of(config, overrides, Path(folder) / "run")):
+                print(f"{name} {wall:.2f} s", file=sys.stderr, flush=True)
                 each.setdefault(name, []).append((wall, cpu))
     for name, times in each.items():
         wall, cpu = (statistics.median(one) for one in zip(*times, strict=True))

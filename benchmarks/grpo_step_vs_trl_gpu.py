@@ -31,6 +31,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -135,7 +136,10 @@ def run(side: str, mode: str, args: argparse.Namespace) -> dict[str, Any] | None
     """Run one side to its end, and return what it answers and the seconds of its
     measured steps. None if it failed, or took longer than --limit.
     """
-    environment = ENVIRONMENT | os.environ
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        # TRL and its vLLM meet at this port, and two comparisons may share a host
+        port = {"MASTER_PORT": str(free.getsockname()[1])}
+    environment = ENVIRONMENT | port | os.environ
     process = subprocess.Popen(
         command(side, mode, args),
         env=environment,

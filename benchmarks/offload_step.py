@@ -58,9 +58,6 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
     for _ in range(WARM_UP + arguments.steps):
         for mode, side in sides.items():
             rows[mode].append(side.measure())
-    for side in sides.values():
-        side.close()
-
     rows = {mode: found[WARM_UP:] for mode, found in rows.items()}
     for mode, found in rows.items():
         report(mode, found)
@@ -74,6 +71,8 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
             f"RESULT offload={mode} takes {spread(ratios)} times the step with offload={first}",
             flush=True,
         )
+    for side in sides.values():
+        side.close()
 
 
 def report(mode: str, rows: list[dict[str, float]]) -> None:

@@ -122,8 +122,6 @@ def compare(args: argparse.Namespace, folder: str, script: str, raw: str) -> Non
     for _ in range(args.rounds):
         for name, side in sides.items():
             rounds[name].append(side.measure())
-    for side in sides.values():
-        side.close()
     median = {}
     for name, found in rounds.items():
         rates = [each["tokens_per_s"] for each in found]
@@ -132,11 +130,17 @@ def compare(args: argparse.Namespace, folder: str, script: str, raw: str) -> Non
         print(
             f"RESULT {name}: {median[name]:,.0f} tokens/s "
             f"({', '.join(f'{r:,.0f}' for r in rates)}), "
-            f"driver {driver:.2f} ms a request"
+            f"driver {driver:.2f} ms a request",
+            flush=True,
         )
     if not args.only:
         ratio = median["coupler"] / median[raw]
-        print(f"RESULT throughput {args.shape}, {args.requests} requests: ratio {ratio:.3f}")
+        print(
+            f"RESULT throughput {args.shape}, {args.requests} requests: ratio {ratio:.3f}",
+            flush=True,
+        )
+    for side in sides.values():
+        side.close()
 
 
 def main(

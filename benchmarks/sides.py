@@ -11,6 +11,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ class Side:
 
     def __init__(self, script: str, *arguments: str) -> None:
         self.name = " ".join(arguments)
+        self.begun = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, script, *arguments],
             stdin=subprocess.PIPE,
@@ -33,14 +35,20 @@ class Side:
     def ready(self) -> Side:
         """Wait until it has started."""
         self._read(READY)
+        seconds = time.perf_counter() - self.begun
+        print(f"[{self.name}] ready after {seconds:.0f} s", file=sys.stderr, flush=True)
         return self
 
     def measure(self) -> dict[str, Any]:
-        """Let it measure once."""
+        """Let it measure once, and tell what it found: nothing is lost if the script is
+        cut off.
+        """
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
-        return json.loads(self._read(ANSWER))
+        answer = self._read(ANSWER)
+        print(f"[{self.name}] {answer}", end="", file=sys.stderr, flush=True)
+        return json.loads(answer)
 
     def close(self) -> None:
         """Let it end, and wait for it."""
