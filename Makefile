@@ -85,11 +85,13 @@ KIT_rollout-sglang := --coupler engine=fsdp$(ONE_MODEL) --coupler rollout=sglang
 SYNC_rollout-sglang := --extra cpu
 # SGLang on the CPU: a stand-in for its kernels
 suite-rollout-sglang kit-rollout-sglang: export PYTHONPATH = $(CURDIR)/packages/rollout-sglang/tests/stand_in
-# vLLM on the CPU: no warm-up, no pinned cores, the model worker in the scheduler's process
+# vLLM on the CPU: no warm-up, no pinned cores, the model worker in the scheduler's process, nothing compiled, which took a
+# fifth of each start
 VLLM_TESTS := suite-rollout-vllm faults-rollout-vllm kit-rollout-vllm
 $(VLLM_TESTS): export VLLM_CPU_CI_ENV = 1
 $(VLLM_TESTS): export VLLM_CPU_OMP_THREADS_BIND = nobind
 $(VLLM_TESTS): export VLLM_ENABLE_V1_MULTIPROCESSING = 0
+$(VLLM_TESTS): export TORCHDYNAMO_DISABLE = 1
 # The longest suites are cut: tests/ into what starts processes and makes environments, what starts clusters, what trains, what
 # people type and read, and the rest; rollout-vllm's into what kills vLLM or starts a cluster, and the rest
 OUTSIDE := $(patsubst %,tests/test_%.py,interpreters packaging examples tasks)

@@ -287,6 +287,7 @@ def score(completion, score, verdict):
 """
 
 
+@pytest.mark.slow
 def test_ray_gives_the_same_numbers(cluster: str, tmp_path: Path) -> None:
     """A classifier and a judge, each in processes of its own, and two of the judge."""
     (tmp_path / "both.py").write_text(BOTH)

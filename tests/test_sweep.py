@@ -158,14 +158,14 @@ def test_a_search_is_checked_at_the_values_it_may_take() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "given", "runs"),
     [
-        pytest.param(
+        (
             "hydra_plugins.hydra_joblib_launcher",
             ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=1,2"],
             2,
-            marks=pytest.mark.slow,
         ),
         (
             "hydra_plugins.hydra_optuna_sweeper",

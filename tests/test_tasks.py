@@ -198,7 +198,7 @@ CHECKS: dict[str, Callable[[Path, list[str]], None]] = {
 
 
 # two machines of one cluster, which test_ray has too
-SLOW = {"second-machine": pytest.mark.slow}
+SLOW = dict.fromkeys(("second-gpu", "second-machine"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

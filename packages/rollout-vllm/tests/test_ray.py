@@ -43,6 +43,7 @@ def training_side(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.slow
 def test_engine_and_vllm_in_environments_of_their_own(
     training_side: Path, tmp_path: Path, reference: TransformersReference
 ) -> None:

@@ -213,8 +213,7 @@ def test_equal_episodes_are_equal(make: Make, theatre: Theatre) -> None:
 def test_episodes_at_once_do_not_mix(make: Make, theatre: Theatre) -> None:
     """Each sees its own task and its own seed."""
     alone = mixed(theatre)
-    for stage in alone:
-        played(make, [stage])
+    played(make, alone)
     together = played(make, mixed(theatre, pause=0.005), at_once=True)
     for one, other in zip(alone, together, strict=True):
         _check_equal(one, other, f"among {AT_ONCE} at once")
