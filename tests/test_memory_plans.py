@@ -14,6 +14,7 @@ import pytest
 from faulty_plans import CAUGHT_BY, HONEST
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.slow
 Outcomes = dict[str, dict[str, str]]  # what each test said, by the name of the engine
 
 

@@ -45,7 +45,7 @@ class Talk:
 
     async def play(self, task: Task = TASK) -> Outcome:
         """Play the episode in an environment that is set up."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             return await self.environment.episode(task, self.conversation)
 
     @property

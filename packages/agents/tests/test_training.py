@@ -33,8 +33,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("client", ["with_openai", "with_anthropic"])
+@pytest.mark.parametrize(
+    ("client", "workers"),
+    [
+        ("with_openai", 0),
+        ("with_anthropic", 0),
+        ("with_openai", 2),
+        pytest.param("with_anthropic", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_the_official_clients_are_trained(
     inputs: Path, tmp_path: Path, client: str, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -269,9 +269,8 @@ def test_ranks_have_the_gradient_of_one(
     assert worst(found[1], found[0]) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
 def test_a_compiled_layer_has_the_same_products(
     backend: str, folder_of: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_layers_of_a_kind_are_compiled_together(
     assert found[0] == found[1] > 0
 
 
+@pytest.mark.slow
 def test_some_layers_of_a_compiled_model(
     folder_of: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

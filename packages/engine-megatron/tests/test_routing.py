@@ -63,6 +63,8 @@ LAYOUTS: dict[
         },
     ),
 }
+# Larger layouts contain them.
+PARTS = dict.fromkeys(("tp2", "cp2", "pp2"), pytest.mark.slow)
 
 
 def routed_apart(batch: Batch, reference: TransformersReference) -> Batch:
@@ -145,7 +147,9 @@ def assert_same_bits(world: World, parts: list[Batch], reference: TransformersRe
         np.testing.assert_array_equal(again["logprobs"], first["logprobs"])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=PARTS.get(name, ())) for name in LAYOUTS]
+)
 def test_routes_and_losses_do_not_depend_on_the_layout(
     layout: str, reference_of: References, start: Start
 ) -> None:

@@ -58,6 +58,7 @@ def prepared(reference: TransformersReference) -> tuple[SGLangRollout, PrivateLi
     return rollout, rollout.prepared
 
 
+@pytest.mark.slow
 def test_a_prepared_engine_ends_when_its_replica_closes(reference: TransformersReference) -> None:
     rollout, link = prepared(reference)
     workers = waiting_at(link.gate.path)
