@@ -197,7 +197,7 @@ CHECKS: dict[str, Callable[[Path, list[str]], None]] = {
 }
 
 
-# two machines of one cluster, which test_ray has too
+# several ranks, of one machine and of two in a cluster, which test_ray has too
 SLOW = dict.fromkeys(("second-gpu", "second-machine"), pytest.mark.slow)
 
 
