@@ -123,7 +123,7 @@ class RolloutGroup:
         self.dead: set[int] = set()
         # how the last dead replica ended
         self.cause = ""
-        self.pauses = 0
+        self.pauses, self.paused = 0, False
 
     @property
     def num_receivers(self) -> int:
@@ -211,11 +211,12 @@ class RolloutGroup:
 
     async def pause(self, in_flight: InFlight) -> None:
         """Pause every living replica, and leave dead ones to :meth:`revive`."""
-        self.pauses += 1
+        self.pauses, self.paused = self.pauses + 1, True
         await self.tell("pause", in_flight)
 
     async def resume(self) -> None:
         """Let every living replica sample again."""
+        self.paused = False
         await self.tell("resume")
 
     async def holds_base(self) -> bool:
