@@ -221,9 +221,7 @@ async def _trained(
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
             kept = _Kept.of_run(builder, session.run, rows, journal, speed)
-            steps = _Steps(
-                builder, journal, rollouts, critic, evaluation, opinions, residency, kept, done
-            )
+            steps = _Steps(builder, journal, rollouts, evaluation, opinions, residency, kept, done)
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -238,11 +236,10 @@ async def _trained(
                 judge=SamplingCheck(config.sync.max_sampling_z).judge,
                 parts=parts_of(config, plan, residency),
             )
+            hold, hold_all = partial(hold_state, residency), partial(hold_trained, residency)
             if found:
-                hold = partial(hold_trained, residency)
-                await session.restore(found, trained, trainer, data, hold)
+                await session.restore(found, trained, trainer, data, hold_all)
 
-            hold = partial(hold_state, residency)
             saving = Saving(config, checkpoints, trained, trainer, steps.after, hold)
             with heap_set_aside():
                 await trainer.fit(saving.after, done)
@@ -262,7 +259,6 @@ class _Steps:
     builder: Builder
     journal: Journal
     rollouts: RolloutGroup
-    critic: EngineGroup | None
     evaluation: Evaluation | None
     opinions: Opinions
     residency: Residency
@@ -299,7 +295,7 @@ class _Steps:
         if learns_nothing := self.kept.watch.judge(step, self.last):
             log.warning(learns_nothing)
         # By this step every role has trained in this process.
-        warm = warmup_steps(config, bool(self.critic))
+        warm = warmup_steps(config, VALUES in self.builder.algorithm.needs)
         if step == min(1 + max(self.done, warm), config.steps):
             await report_unread(self.builder, read_later=("checkpoint.",))
         return self.last
