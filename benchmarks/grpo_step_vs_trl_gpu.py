@@ -31,7 +31,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -45,7 +44,7 @@ from typing import Any
 import torch
 from grpo_step import CACHE_GIB, GPU, PHASES, PROMPT, WARM_UP, composed_of, run_job, write_job
 from shapes import SHAPES
-from sides import ANSWER
+from sides import ANSWER, free_port
 
 HERE = Path(__file__).parent
 DTYPES = {"trl-fp32": "float32", "trl-bf16": "bfloat16"}
@@ -136,10 +135,8 @@ def run(side: str, mode: str, args: argparse.Namespace) -> dict[str, Any] | None
     """Run one side to its end, and return what it answers and the seconds of its
     measured steps. None if it failed, or took longer than --limit.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        # TRL and its vLLM meet at this port, and two comparisons may share a host
-        port = {"MASTER_PORT": str(free.getsockname()[1])}
-    environment = ENVIRONMENT | port | os.environ
+    # TRL and its vLLM meet at this port, and two comparisons may share a host
+    environment = ENVIRONMENT | {"MASTER_PORT": str(free_port())} | os.environ
     process = subprocess.Popen(
         command(side, mode, args),
         env=environment,

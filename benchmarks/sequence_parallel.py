@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import tempfile
 from importlib.util import find_spec
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from sides import free_port
 from train_step_megatron import SHAPES, path_parameters, surrogate, timed
 from transformers import AutoModelForCausalLM
 
@@ -168,10 +168,7 @@ def exchange(engine: Any, config: Any, tokens: int) -> float:
 
 def measure(case: Case, args: argparse.Namespace, folder: str) -> dict[str, float]:
     """What the ranks of a case find, in processes whose memory is free again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run, (case, args, folder, f"127.0.0.1:{port}"), nprocs=case["ranks"])
+    mp.spawn(run, (case, args, folder, f"127.0.0.1:{free_port()}"), nprocs=case["ranks"])
     return json.loads((Path(folder) / "found.json").read_text())
 
 

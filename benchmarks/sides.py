@@ -8,6 +8,7 @@ once, say when they are ready, and measure when they are told to, one at a time.
 from __future__ import annotations
 
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -63,6 +64,13 @@ class Side:
                 return line.removeprefix(start)
             sys.stderr.write(f"[{self.name}] {line}")
         raise SystemExit(f"{self.name} ended with {self.process.wait()} before it answered")
+
+
+def free_port() -> int:
+    """Return a port of the loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def spread(values: list[float]) -> str:

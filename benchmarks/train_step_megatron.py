@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import tempfile
 import time
@@ -33,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from sides import free_port
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
@@ -275,12 +275,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--skewed", action="store_true", help="most tokens to few experts")
     args = parser.parse_intermixed_args()
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+    with tempfile.TemporaryDirectory() as folder:
         mp.spawn(write_model, (args.shape, folder, args.skewed), nprocs=1)
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        mp.spawn(run, (args, folder, f"127.0.0.1:{port}"), nprocs=args.gpus)
+        mp.spawn(run, (args, folder, f"127.0.0.1:{free_port()}"), nprocs=args.gpus)
 
 
 if __name__ == "__main__":
