@@ -41,7 +41,7 @@ def be_job(arguments: argparse.Namespace) -> None:
         "trackers=[console,jsonl,turns]",
     ]
     # The first step tells that it has started.
-    arguments.steps += 1 + WARM_UP
+    arguments.steps += 1 + arguments.warm_up
     with redirect_stdout(sys.stderr):
         composed = composed_of(arguments, arguments.folder.parent, *settings)
         run_job(*composed, arguments.folder)
@@ -55,10 +55,10 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
         for mode in arguments.modes
     }
     rows: dict[str, list[dict[str, float]]] = {mode: [] for mode in sides}
-    for _ in range(WARM_UP + arguments.steps):
+    for _ in range(arguments.warm_up + arguments.steps):
         for mode, side in sides.items():
             rows[mode].append(side.measure())
-    rows = {mode: found[WARM_UP:] for mode, found in rows.items()}
+    rows = {mode: found[arguments.warm_up :] for mode, found in rows.items()}
     for mode, found in rows.items():
         report(mode, found)
     first, *others = arguments.modes
@@ -94,7 +94,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512, help="of each completion")
-    parser.add_argument("--steps", type=int, default=8, help=f"of each mode, after {WARM_UP}")
+    parser.add_argument("--steps", type=int, default=8, help="of each mode, after --warm-up")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that do not count")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["false", "true"])
     parser.add_argument("--mode", choices=MODES, help="be one job; the script starts them")
     parser.add_argument("--folder", type=Path, help="of one job, beside the model")
