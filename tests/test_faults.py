@@ -6,7 +6,6 @@ from importlib import import_module
 
 import pytest
 from tests.faults import ci_seed
-from tests.faults.blame import told
 
 # One of "processes": its cases start Ray, and take a minute each.
 SAMPLES = {
@@ -32,8 +31,3 @@ SAMPLES = {
 def test_no_case_comes_through(name: str) -> None:
     check = import_module(f"tests.faults.{name}").check
     assert list(check(ci_seed(name), SAMPLES[name])) == []
-
-
-def test_a_sync_that_leaves_rollouts_paused_ends_the_run() -> None:
-    name = "sharding=a_sync__how_twice_paused"
-    assert "the rollouts are still paused after the sync of step 1" in told([name])[name]

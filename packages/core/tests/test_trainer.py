@@ -29,6 +29,7 @@ from coupler.interfaces import (
     open_transport,
 )
 from coupler.jobs.device_sharing import start
+from coupler.jobs.evaluation import Evaluation
 from coupler.loop.buffer import Buffer
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.state import State
@@ -517,6 +518,44 @@ def test_metrics_of_a_sync_that_are_none_end_the_run(
         CouplerError, match=r"sync\(\) of sync.manager returned what are no metrics"
     ):
         run.run()
+
+
+def pausing(run: ToyRun, call: str) -> Any:
+    """Return ``call`` of the sync manager, which pauses the rollouts once more."""
+    inner = getattr(run.weights, call)
+
+    async def pauses(version: int = 0) -> Any:
+        metrics = await inner(version)
+        await run.rollouts.pause(InFlight.DRAIN)
+        return metrics
+
+    return pauses
+
+
+@pytest.mark.parametrize("call", ["prove", "sync"])
+def test_a_sync_that_leaves_rollouts_paused_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    run = ToyRun(tmp_path, small())
+    monkeypatch.setattr(run.weights, call, pausing(run, call))
+    with pytest.raises(CouplerError, match=rf"still paused after {call}\(\) of sync.manager"):
+        run.run()
+
+
+def test_a_sync_that_leaves_them_paused_ends_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ToyRun(tmp_path, small())
+    monkeypatch.setattr(run.weights, "prove", pausing(run, "prove"))
+    evaluator: Any = None  # it is not reached
+
+    async def go() -> None:
+        await start(run.residency, run.weights, run.policy)
+        await Evaluation(evaluator, run.residency, run.weights).run(0)
+
+    with pytest.raises(CouplerError, match=r"still paused after prove\(\) of sync.manager"):
+        asyncio.run(go())
+    run.executor.close()
 
 
 class FromDisk(ToyRollout):

@@ -382,3 +382,21 @@ def test_the_end_waits_for_a_call_that_has_not_reached_its_deadline() -> None:
     asyncio.run(leave())
     executor.close()
     assert handle.of.naps == 1
+
+
+class Listener:
+    """Has a task of its own, as the client of an inference engine has."""
+
+    def __init__(self, spec: object) -> None:
+        self.task: asyncio.Task[bool] | None = None
+
+    async def listen(self) -> None:
+        self.task = asyncio.create_task(asyncio.Event().wait())
+
+
+def test_what_a_worker_left_on_its_loop_is_cancelled() -> None:
+    executor = Local(inline=False, waits=Waits(60, 60))
+    handle = executor.spawn("rollout", 0, f"{__file__}:Listener", None)
+    asyncio.run(executor.call(handle, "listen"))
+    executor.close()
+    assert handle.of.task.cancelled()

@@ -104,10 +104,12 @@ class Local:
 
     def _loop(self, handle: Handle) -> asyncio.AbstractEventLoop:
         if handle not in self.loops:
-            loop = self.loops[handle] = asyncio.new_event_loop()
+            runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+            self.loops[handle] = runner.get_loop()
             name = f"{handle.role}-{handle.index}"
-            self.serving.append(threading.Thread(target=loop.run_forever, name=name, daemon=True))
-            self.serving[-1].start()
+            serving = threading.Thread(target=_serve, args=(runner,), name=name, daemon=True)
+            self.serving.append(serving)
+            serving.start()
         return self.loops[handle]
 
     async def reads(self) -> set[str]:
@@ -132,6 +134,12 @@ class Local:
             _close(worker)
         # What a receiver has not read is of no run that comes later.
         open_transport.cache_clear()
+
+
+def _serve(runner: asyncio.Runner) -> None:
+    """Run an event loop until it is stopped, and cancel what is left on it."""
+    with runner:
+        runner.get_loop().run_forever()
 
 
 def _close(worker: Any) -> None:

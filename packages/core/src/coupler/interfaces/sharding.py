@@ -41,10 +41,12 @@ class RolloutSide(Protocol):
     Attributes:
         replicas: every replica, dead ones included.
         dead: numbers of the replicas that died and were not started again.
+        paused: from :meth:`pause` to :meth:`resume`.
     """
 
     replicas: Sequence[Any]
     dead: Collection[int]
+    paused: bool
 
     @property
     def num_receivers(self) -> int:

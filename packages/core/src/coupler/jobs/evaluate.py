@@ -14,6 +14,7 @@ from coupler.jobs.device_sharing import share_devices, start
 from coupler.jobs.opinions import find_models, make_opinions
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.loop.device_memory import GENERATING
+from coupler.loop.sync_answer import answer_of
 from coupler.plugins.manager import Plugins
 from coupler.rewards import Scoring
 from coupler.run.opinion_checks import check_opinions
@@ -66,7 +67,7 @@ async def _sampled(builder: Builder, session: Session, pool: Scoring) -> dict[st
             engine, rollouts, prompts[0], residency, path=path, in_flight=in_flight
         )
         await start(residency, weights, engine, opinions=opinions)
-        await weights.prove()
+        await answer_of(weights, "prove")
 
         scorer = builder.scorer(rollouts, opinions.rewards)
         async with builder.environment_set_up(), residency("eval", GENERATING):

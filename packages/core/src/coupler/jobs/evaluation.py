@@ -16,6 +16,7 @@ from coupler.jobs.evaluator import Evaluator
 from coupler.loop.device_memory import GENERATING, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Scorer
+from coupler.loop.sync_answer import answer_of
 from coupler.metrics import Metrics
 from coupler.run.plan import Plan
 
@@ -50,11 +51,8 @@ class Evaluation:
 
         The first ones in this process are proved. A run that goes on measures the same.
         """
-        if weights.version < 0:
-            found = await weights.prove(step)
-        else:
-            found = await weights.sync(step)
-        found = found | await weights.probe()
+        call = "prove" if weights.version < 0 else "sync"
+        found = await answer_of(weights, call, step) | await answer_of(weights, "probe")
         return {f"eval/{name}": metric for name, metric in found.items() if "/probe" in name}
 
 

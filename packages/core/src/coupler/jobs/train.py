@@ -18,7 +18,6 @@ from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.conversation.packing import GREEDY
 from coupler.data import PromptStream, Row, fingerprint, prompt_stream
-from coupler.errors import CouplerError
 from coupler.interfaces import Algorithm, Model, Output, Request
 from coupler.jobs.build import Builder
 from coupler.jobs.demonstrations import DemonstratingScorer, find_answers
@@ -39,7 +38,6 @@ from coupler.loop.buffer import Buffer
 from coupler.loop.completing import Provider
 from coupler.loop.device_memory import Held, Residency
 from coupler.loop.engine_group import EngineGroup
-from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.sampler import Sampler, Scorer
 from coupler.loop.trainer import Trainer
 from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
@@ -221,7 +219,7 @@ async def _trained(
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
             kept = _Kept.of_run(builder, session.run, rows, journal, speed)
-            steps = _Steps(builder, journal, rollouts, evaluation, opinions, residency, kept, done)
+            steps = _Steps(builder, journal, evaluation, opinions, residency, kept, done)
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -258,7 +256,6 @@ class _Steps:
 
     builder: Builder
     journal: Journal
-    rollouts: RolloutGroup
     evaluation: Evaluation | None
     opinions: Opinions
     residency: Residency
@@ -269,11 +266,6 @@ class _Steps:
 
     async def after(self, step: int, metrics: Metrics) -> dict[str, float]:
         config = self.builder.config
-        if self.rollouts.paused:
-            raise CouplerError(
-                f"the rollouts are still paused after the sync of step {step}: they would never "
-                "sample again.\n  look at:  sync.manager, which resumes them before it returns"
-            )
         if self.evaluation and self.evaluates(step):
             evaluated, scored = await self.evaluation.run(step)
             self.journal.write_samples(

@@ -24,8 +24,9 @@ from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler
 from coupler.loop.state import State
 from coupler.loop.step_metrics import Clock, of_role, reproducible
+from coupler.loop.sync_answer import answer_of
 from coupler.loop.turns import Turn, turns_of
-from coupler.metrics import Metrics, given, merge
+from coupler.metrics import Metrics, merge
 
 # gets the number and the metrics of a finished step
 OnStep = Callable[[int, Metrics], Awaitable[None]]
@@ -80,7 +81,7 @@ class Trainer:
         Nothing is in flight then at staleness 0. An error that ends the run early is
         raised after everything in flight was cancelled.
         """
-        metrics = given(await self.weights.prove(done), "prove() of sync.manager")
+        metrics = await answer_of(self.weights, "prove", done)
         if not done:
             await on_step(0, metrics)
 
@@ -118,10 +119,10 @@ class Trainer:
         sampled = self.sampler.metrics()
         z = self.judge(trained, sampled, len(np.unique(batch["group"])))
         verified = self.weights.check(trained)
-        synced = given(await self.weights.sync(step), "sync() of sync.manager")
+        synced = await answer_of(self.weights, "sync", step)
         # the batch was sampled before the last sync, so it cannot verify it
         if not verified:
-            synced |= given(await self.weights.probe(), "probe() of sync.manager")
+            synced |= await answer_of(self.weights, "probe")
         trained = reproducible(trained, verified)
         return {
             **sampled,
