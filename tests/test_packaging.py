@@ -323,7 +323,14 @@ def test_a_third_party_s_wheel_is_found(
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in FOLDERS if name != "coupler-core"])
+# its environment takes as long as those of all others, and has a suite of its own
+PARTS = {"coupler-engine-megatron": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=PARTS.get(name, ())) for name in FOLDERS if name != "coupler-core"],
+)
 def test_a_plugin_works_alone(
     name: str, uv: str, wheels: dict[str, ZipFile], tmp_path: Path
 ) -> None:

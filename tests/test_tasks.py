@@ -197,8 +197,8 @@ CHECKS: dict[str, Callable[[Path, list[str]], None]] = {
 }
 
 
-# several ranks, of one machine and of two in a cluster, which test_ray has too
-SLOW = dict.fromkeys(("second-gpu", "second-machine"), pytest.mark.slow)
+# what test_ray, test_resume and test_report try as well
+SLOW = dict.fromkeys(("second-gpu", "second-machine", "resume", "compare"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def test_a_prepared_engine_ends_when_its_replica_closes(reference: TransformersR
     assert not Path(starting.gate.path).exists()
 
 
+@pytest.mark.slow
 def test_a_prepared_engine_ends_with_the_process_that_started_it(
     reference: TransformersReference, tmp_path: Path
 ) -> None:
