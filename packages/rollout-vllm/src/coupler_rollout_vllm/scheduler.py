@@ -14,12 +14,13 @@ import multiprocessing
 import os
 import signal
 import threading
+from functools import partial
 from math import inf
 from typing import Any
 
 import numpy as np
 
-from coupler_rollout_vllm.compat import plain_steps
+from coupler_rollout_vllm.compat import plain_schedule, plain_steps
 from coupler_rollout_vllm.compat import scheduler as vllm
 
 LATE = 1 / 20
@@ -117,7 +118,11 @@ class Gathering:
         self.ended: list[Any] = []
         # Steps that all of them can still wait.
         self.patience = inf
-        plain_steps.quicken(self)
+
+    def schedule(self, *arguments: Any, **named: Any) -> Any:
+        """Return what runs in the next step."""
+        vllms = partial(super().schedule, *arguments, **named)  # type: ignore[misc]
+        return plain_schedule.schedule(self, self.held, vllms)
 
     def update_from_output(self, scheduled: Any, produced: Any) -> dict[int, Any]:
         """Return what to send to each client."""

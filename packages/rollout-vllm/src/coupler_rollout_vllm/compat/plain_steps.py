@@ -75,7 +75,7 @@ def take_plain(scheduler: Any, scheduled: Any, produced: Any, held: Mapping[str,
     ahead = isinstance(scheduler, AsyncScheduler)
     block = 0  # After so many tokens of a request, the cache has something to keep.
     if ahead and manager.enable_caching:
-        block = scheduler.block_size if _sees_all(manager) else 1
+        block = scheduler.block_size if sees_all(manager) else 1
 
     logprobs = produced.logprobs.logprobs[:, 0].tolist()
     sampled, rows = produced.sampled_token_ids, produced.req_id_to_index
@@ -133,41 +133,7 @@ def _is_plain(scheduler: Any, scheduled: Any, produced: Any) -> bool:
     )
 
 
-def quicken(scheduler: Any) -> None:
-    """Let a running request pass by the cache's allocation while its blocks have room.
-
-    They have room for 15 of 16 tokens, where vLLM asks each group of layers several
-    questions. A block that becomes full is left to vLLM, which may keep it for others.
-    """
-    from vllm.v1.request import RequestStatus
-
-    manager, running = scheduler.kv_cache_manager, RequestStatus.RUNNING
-    groups = manager.coordinator.single_type_managers
-    if not _sees_all(manager):
-        return
-
-    allocate, blocks = manager.allocate_slots, [(g.req_to_blocks, g.block_size) for g in groups]
-
-    def allocate_slots(
-        request: Any, tokens: int, *arguments: Any, num_lookahead_tokens: int = 0, **named: Any
-    ) -> Any:
-        more = num_lookahead_tokens or arguments or named
-        if tokens == 1 and request.status is running and not more:
-            end, name = request.num_computed_tokens + 1, request.request_id
-            for held, size in blocks:
-                if end % size == 0 or len(held.get(name, ())) * size < end:
-                    break
-            else:
-                return manager.empty_kv_cache_blocks
-
-        return allocate(
-            request, tokens, *arguments, num_lookahead_tokens=num_lookahead_tokens, **named
-        )
-
-    manager.allocate_slots = allocate_slots
-
-
-def _sees_all(manager: Any) -> bool:
+def sees_all(manager: Any) -> bool:
     """Tell if all layers see every token, so that whole blocks alone are kept."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
