@@ -8,9 +8,9 @@ engine arguments.
     # anywhere
 
 512 requests of 256 prompt tokens; each ends after a stored number of tokens (lognormal,
-363 in the mean). Both sides start together in processes of their own and measure in
-turns, each after 64 requests to warm up. "Driver" is CPU time of the process that asks,
-per request. Weights are random.
+363 in the mean), or all after --tokens. Both sides start together in processes of their
+own and measure in turns, each after 64 requests to warm up. "Driver" is CPU time of the
+process that asks, per request. Weights are random.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ WARM = 64
 CACHE_GIB = 16.0  # of each side: both are on the GPU at once
 
 
-def make_requests(count: int, vocabulary: int) -> list[Request]:
-    lengths = json.loads(LENGTHS.read_text())[:count]
+def make_requests(count: int, vocabulary: int, tokens: int = 0) -> list[Request]:
+    lengths = [tokens] * count if tokens else json.loads(LENGTHS.read_text())[:count]
     return [
         Request(
             tuple((7 * i + 13 * j) % (vocabulary - 10) + 5 for j in range(PROMPT)), length, seed=i
@@ -106,6 +106,7 @@ def compare(args: argparse.Namespace, folder: str, script: str, raw: str) -> Non
     shared = [
         f"--shape={args.shape}",
         f"--requests={args.requests}",
+        f"--tokens={args.tokens}",
         f"--folder={folder}",
         *args.settings,
     ]
@@ -122,6 +123,7 @@ def compare(args: argparse.Namespace, folder: str, script: str, raw: str) -> Non
     for _ in range(args.rounds):
         for name, side in sides.items():
             rounds[name].append(side.measure())
+            print(f"{name}: {rounds[name][-1]['tokens_per_s']:,.0f} tokens/s", flush=True)
     median = {}
     for name, found in rounds.items():
         rates = [each["tokens_per_s"] for each in found]
@@ -152,6 +154,7 @@ def main(
     )
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
     parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=0, help="of each; 0: as stored")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--no-seeds", action="store_true", help="sample from the engine's own random stream"
@@ -176,9 +179,8 @@ def main(
         **parse_settings(args.settings).get("rollout", {}),
     }
     config = configured(config_class, {**settings, "per_request_seeds": not args.no_seeds})
-    sides[args.side](
-        args.folder, config, make_requests(args.requests, SHAPES[args.shape]["vocab_size"])
-    )
+    vocabulary = SHAPES[args.shape]["vocab_size"]
+    sides[args.side](args.folder, config, make_requests(args.requests, vocabulary, args.tokens))
 
 
 if __name__ == "__main__":

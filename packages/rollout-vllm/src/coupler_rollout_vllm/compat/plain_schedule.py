@@ -100,7 +100,7 @@ def _take(scheduler: Any, plain: list[Any]) -> Plain:
     """Give each of these requests one more token."""
     taken = Plain([], [], [], [])
     manager, ahead = scheduler.kv_cache_manager, _is_ahead(scheduler)
-    # Without the overlap, vLLM keeps a full block for others where it gives out the next.
+    # Where steps do not overlap, vLLM keeps a full block for others as it is filled.
     keeps = manager.enable_caching and not ahead
     groups = manager.coordinator.single_type_managers
     tables = [(group.req_to_blocks, group.block_size) for group in groups]
