@@ -1,5 +1,6 @@
 """Requests that have one more token and go on, past vLLM's own loops: whatever else
-happens, each has the tokens and log-probs that it has by vLLM's scheduler alone.
+happens, each step holds what vLLM's scheduler alone puts into it, and each request has
+the tokens and log-probs that it has there.
 
 The schedulers are real. A model is not needed: its tokens come from a hash.
 """
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from coupler.testing.models import write_qwen2
-from coupler_rollout_vllm.compat import plain_steps
+from coupler_rollout_vllm.compat import plain_schedule, plain_steps
 from coupler_rollout_vllm.compat.scheduler import scheduler_class
 from coupler_rollout_vllm.compat.version import prepare_process
 from coupler_rollout_vllm.scheduler import scheduler as ours
@@ -29,6 +30,7 @@ WIDE = 3  # The seed with which some requests ask for more than a token's log-pr
 BLOCKS = {"roomy": 400, "short": 40}
 
 Result = dict[str, tuple[list[int], list[float], str]]
+Log = list[dict[str, Any]]
 Make = Callable[..., Any]
 
 
@@ -132,14 +134,51 @@ def tokens_of(scheduler: Any, step: Any) -> Any:
     )
 
 
-def drain(scheduler: Any, requests: list[Any], depth: int) -> Result:
+class Tables:
+    """Keep requests' blocks as a model's worker does, by what each step says."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, list[list[int]]] = {}
+
+    def follow(self, scheduler: Any, step: Any) -> dict[str, Any]:
+        """Return what a step holds, but for the numbers of its blocks."""
+        cached = step.scheduled_cached_reqs
+        for new in step.scheduled_new_reqs:
+            self.blocks[new.req_id] = [list(group) for group in new.block_ids]
+        for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                self.blocks[name] = [list(group) for group in more]
+            elif more is not None:
+                for mine, group in zip(self.blocks[name], more, strict=True):
+                    mine += group
+        for name in step.num_scheduled_tokens:
+            held = scheduler.kv_cache_manager.get_block_ids(name)
+            for mine, group in zip(self.blocks[name], held, strict=True):
+                # A block that left the window has number 0.
+                assert len(mine) == len(group)
+                assert all(b in (a, 0) for a, b in zip(mine, group, strict=True))
+
+        counts = zip(cached.num_computed_tokens, cached.num_output_tokens, strict=True)
+        return {
+            "tokens": step.num_scheduled_tokens,
+            "total": step.total_num_scheduled_tokens,
+            "known": dict(zip(cached.req_ids, counts, strict=True)),
+            "whole": cached.all_token_ids,
+            "ended": step.finished_req_ids,
+            "blocks": {name: [*map(len, groups)] for name, groups in self.blocks.items()},
+            "common": getattr(step, "num_common_prefix_blocks", None),
+            "running": [request.request_id for request in scheduler.running],
+        }
+
+
+def drain(scheduler: Any, requests: list[Any], depth: int, log: Log) -> Result:
     """Step until all have ended, each step ``depth`` ahead of its outputs.
 
     Requests come in by and by, and two are cut off.
     """
     from vllm.v1.request import RequestStatus
 
-    coming, under_way, found = deque(requests), deque[Any](), Result()
+    coming, under_way, found, tables = deque(requests), deque[Any](), Result(), Tables()
     for step in range(4000):
         for _ in range(3):
             if coming:
@@ -148,6 +187,7 @@ def drain(scheduler: Any, requests: list[Any], depth: int) -> Result:
             scheduler.finish_requests(f"request{step}", RequestStatus.FINISHED_ABORTED)
         if scheduler.has_requests():
             scheduled = scheduler.schedule()
+            log.append(tables.follow(scheduler, scheduled))
             under_way.append((scheduled, tokens_of(scheduler, scheduled)))
         if not under_way:
             assert not coming
@@ -177,28 +217,38 @@ def test_every_request_has_what_vllms_scheduler_gives_it(
     window: int,
 ) -> None:
     config, size = configured(ahead, caching), (BLOCKS[room], window)
-    taken: list[int] = []
-    whole = plain_steps.take_plain
+    taken, chosen = list[int](), list[int]()
+    note, choose = plain_steps.take_plain, plain_schedule._take
 
-    def counted(scheduler: Any, scheduled: Any, *arguments: Any) -> Any:
-        rest = whole(scheduler, scheduled, *arguments)
+    def noted(scheduler: Any, scheduled: Any, *arguments: Any) -> Any:
+        rest = note(scheduler, scheduled, *arguments)
         taken.append(len(scheduled.num_scheduled_tokens) - len(rest.num_scheduled_tokens))
         return rest
 
-    monkeypatch.setattr(plain_steps, "take_plain", counted)
-    for seed in range(4):
-        alone = make_scheduler(scheduler_class(config), config, *size)
-        want = drain(alone, make_requests(config, seed), 1 + ahead)
-        scheduler = make_scheduler(ours, config, *size)
-        taken.clear()
-        found = drain(scheduler, make_requests(config, seed), 1 + ahead)
+    def counted(scheduler: Any, plain: list[Any]) -> Any:
+        chosen.append(len(plain))
+        return choose(scheduler, plain)
 
-        ended = {name: one for name, one in want.items() if one[2] != "None"}
-        assert found == ended
-        assert len(ended) >= REQUESTS - 2
-        # First and last tokens, and those of requests that began again, are vLLM's.
-        tokens = sum(len(one[0]) for one in ended.values())
-        assert seed == WIDE or sum(taken) > 0.7 * tokens
-        pool = scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == alone.kv_cache_manager.block_pool.get_num_free_blocks()
+    monkeypatch.setattr(plain_steps, "take_plain", noted)
+    monkeypatch.setattr(plain_schedule, "_take", counted)
+    for seed in range(4):
+        found, logs = [], []
+        for kind in (scheduler_class(config), ours):
+            taken.clear()
+            chosen.clear()
+            scheduler = make_scheduler(kind, config, *size)
+            scheduler.use_v2_model_runner = bool(seed % 2)
+            logs.append(Log())
+            result = drain(scheduler, make_requests(config, seed), 1 + ahead, logs[-1])
+            free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            found.append((free, {name: one for name, one in result.items() if one[2] != "None"}))
+
+        assert found[1] == found[0]
+        assert logs[1] == logs[0]
         assert not scheduler.held
+        # First and last tokens, and those of requests that began again, are vLLM's.
+        ended = found[0][1]
+        tokens = sum(len(one[0]) for one in ended.values())
+        assert len(ended) >= REQUESTS - 2
+        assert seed == WIDE or sum(taken) > 0.7 * tokens
+        assert seed == WIDE or window or room == "short" or sum(chosen) > 0.6 * tokens

@@ -160,6 +160,6 @@ def _add(scheduler: Any, step: Any, taken: Plain) -> None:
     step.total_num_scheduled_tokens += len(taken.names)
     if not scheduler.use_v2_model_runner:
         scheduler.prev_step_scheduled_req_ids.update(taken.names)
-    if hasattr(step, "num_common_prefix_blocks"):
+    if getattr(step, "num_common_prefix_blocks", None):  # later releases leave it empty
         common = scheduler.kv_cache_manager.get_num_common_prefix_blocks
         step.num_common_prefix_blocks = common(scheduler.running[0].request_id)
