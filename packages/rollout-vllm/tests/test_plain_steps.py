@@ -178,7 +178,8 @@ def drain(scheduler: Any, requests: list[Any], depth: int, log: Log) -> Result:
     """
     from vllm.v1.request import RequestStatus
 
-    coming, under_way, found, tables = deque(requests), deque[Any](), Result(), Tables()
+    coming, under_way, found = deque(requests), deque[Any](), Result()
+    tables = Tables()
     for step in range(4000):
         for _ in range(3):
             if coming:
@@ -217,8 +218,10 @@ def test_every_request_has_what_vllms_scheduler_gives_it(
     window: int,
 ) -> None:
     config, size = configured(ahead, caching), (BLOCKS[room], window)
-    taken, chosen = list[int](), list[int]()
-    note, choose = plain_steps.take_plain, plain_schedule._take
+    taken: list[int] = []
+    chosen: list[int] = []
+    note = plain_steps.take_plain
+    choose = plain_schedule._take
 
     def noted(scheduler: Any, scheduled: Any, *arguments: Any) -> Any:
         rest = note(scheduler, scheduled, *arguments)

@@ -119,10 +119,10 @@ class Gathering:
         # Steps that all of them can still wait.
         self.patience = inf
 
-    def schedule(self, *arguments: Any, **named: Any) -> Any:
+    def schedule(self, throttle_prefills: bool = False) -> Any:
         """Return what runs in the next step."""
-        vllms = partial(super().schedule, *arguments, **named)  # type: ignore[misc]
-        return plain_schedule.schedule(self, self.held, vllms)
+        vllms = partial(super().schedule, throttle_prefills)  # type: ignore[misc]
+        return vllms() if throttle_prefills else plain_schedule.schedule(self, self.held, vllms)
 
     def update_from_output(self, scheduled: Any, produced: Any) -> dict[int, Any]:
         """Return what to send to each client."""

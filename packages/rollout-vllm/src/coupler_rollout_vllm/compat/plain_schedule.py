@@ -71,11 +71,13 @@ def _suits(scheduler: Any) -> bool:
 
 def _split(scheduler: Any, held: Mapping[str, Held]) -> tuple[list[Any], list[Any]]:
     """Return running requests that take one token and go on, and the others."""
-    plain, others = list[Any](), list[Any]()
+    plain: list[Any] = []
+    others: list[Any] = []
     known = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
 
     for request in scheduler.running:
-        found, ahead = held.get(request.request_id), request.num_output_placeholders
+        found = held.get(request.request_id)
+        ahead = request.num_output_placeholders
         goes_on = (
             found is not None
             and (end := found.ends) is not None
@@ -88,25 +90,32 @@ def _split(scheduler: Any, held: Mapping[str, Held]) -> tuple[list[Any], list[An
 
 
 def _has_room(scheduler: Any, plain: int, others: int) -> bool:
-    """Tell if no request has to give its blocks to another, whatever runs."""
+    """Tell if no request has to wait, or to give its blocks to another."""
+    if plain > scheduler.max_num_scheduled_tokens:
+        return False
+
     manager = scheduler.kv_cache_manager
     groups = manager.coordinator.single_type_managers
-    prompts = scheduler.max_num_scheduled_tokens // min(group.block_size for group in groups)
+    smallest = min(group.block_size for group in groups)
+    prompts = scheduler.max_num_scheduled_tokens // smallest
     most = len(groups) * (plain + 2 * others + prompts)
-    return manager.block_pool.get_num_free_blocks() >= most and not manager.watermark_blocks
+    free = manager.block_pool.get_num_free_blocks()
+    return free >= most and not manager.watermark_blocks
 
 
 def _take(scheduler: Any, plain: list[Any]) -> Plain:
     """Give each of these requests one more token."""
     taken = Plain([], [], [], [])
-    manager, ahead = scheduler.kv_cache_manager, _is_ahead(scheduler)
+    manager = scheduler.kv_cache_manager
+    ahead = _is_ahead(scheduler)
     # Where steps do not overlap, vLLM keeps a full block for others as it is filled.
     keeps = manager.enable_caching and not ahead
     groups = manager.coordinator.single_type_managers
     tables = [(group.req_to_blocks, group.block_size) for group in groups]
 
     for request in plain:
-        name, before = request.request_id, request.num_computed_tokens
+        name = request.request_id
+        before = request.num_computed_tokens
         new = None
         for table, size in tables:
             full = len(table[name]) * size
@@ -137,7 +146,9 @@ def _apart(scheduler: Any, others: list[Any], plain: int) -> Iterator[None]:
     """Let vLLM choose among others, with what ``plain`` requests leave it."""
     limits = [field for field in LIMITS if hasattr(scheduler, field)]
     before = {field: getattr(scheduler, field) for field in (*limits, "max_num_scheduled_tokens")}
-    whole, scheduler.running = scheduler.running, list(others)
+    whole = scheduler.running
+
+    scheduler.running = list(others)
     for field, limit in before.items():
         setattr(scheduler, field, limit - plain)
     try:
