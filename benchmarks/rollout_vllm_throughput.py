@@ -123,7 +123,6 @@ def compare(args: argparse.Namespace, folder: str, script: str, raw: str) -> Non
     for _ in range(args.rounds):
         for name, side in sides.items():
             rounds[name].append(side.measure())
-            print(f"{name}: {rounds[name][-1]['tokens_per_s']:,.0f} tokens/s", flush=True)
     median = {}
     for name, found in rounds.items():
         rates = [each["tokens_per_s"] for each in found]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from coupler_rollout_vllm.compat.plain_steps import MORE, Held, sees_all
-from coupler_rollout_vllm.compat.scheduler import is_frozen
+from coupler_rollout_vllm.compat.scheduler import is_ahead, is_frozen
 
 LIMITS = ("max_num_running_reqs", "max_num_active_reqs")
 """By release, how many requests a scheduler lets run."""
@@ -107,7 +107,7 @@ def _take(scheduler: Any, plain: list[Any]) -> Plain:
     """Give each of these requests one more token."""
     taken = Plain([], [], [], [])
     manager = scheduler.kv_cache_manager
-    ahead = _is_ahead(scheduler)
+    ahead = is_ahead(scheduler)
     # Where steps do not overlap, vLLM keeps a full block for others as it is filled.
     keeps = manager.enable_caching and not ahead
     groups = manager.coordinator.single_type_managers
@@ -132,13 +132,6 @@ def _take(scheduler: Any, plain: list[Any]) -> Plain:
         if ahead:
             request.num_output_placeholders += 1
     return taken
-
-
-def _is_ahead(scheduler: Any) -> bool:
-    """Tell if steps are chosen before the tokens of the last one are known."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    return isinstance(scheduler, AsyncScheduler)
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from coupler_rollout_vllm.compat.scheduler import is_ahead
+
 STALE = ("num_stale_output_tokens", "async_tokens_to_discard")
 """By release, where a request counts the tokens under way that are to be dropped."""
 
@@ -64,7 +66,6 @@ def take_plain(scheduler: Any, scheduled: Any, produced: Any, held: Mapping[str,
     Returns:
         The step without these requests, for vLLM's scheduler.
     """
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.request import RequestStatus
 
     if not _is_plain(scheduler, scheduled, produced):
@@ -72,7 +73,7 @@ def take_plain(scheduler: Any, scheduled: Any, produced: Any, held: Mapping[str,
 
     manager, running = scheduler.kv_cache_manager, RequestStatus.RUNNING
     newer, older = STALE
-    ahead = isinstance(scheduler, AsyncScheduler)
+    ahead = is_ahead(scheduler)
     block = 0  # After so many tokens of a request, the cache has something to keep.
     if ahead and manager.enable_caching:
         block = scheduler.block_size if sees_all(manager) else 1

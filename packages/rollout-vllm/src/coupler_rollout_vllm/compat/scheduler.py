@@ -21,6 +21,13 @@ def scheduler_class(config: Any) -> type:
     return AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
 
 
+def is_ahead(scheduler: Any) -> bool:
+    """Tell if steps are chosen before the tokens of the last one are known."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    return isinstance(scheduler, AsyncScheduler)
+
+
 def is_frozen(scheduler: Any) -> bool:
     """Tell whether the scheduler is paused with its requests kept."""
     from vllm.v1.core.sched.interface import PauseState
