@@ -188,6 +188,21 @@ class SureEngine(NeedyEngine):
         return dataclasses.replace(super().memory_needs(asked), unknown=())
 
 
+@dataclasses.dataclass
+class FreshGradients(SureEngine):
+    """One whose gradients exist only while it trains."""
+
+    def memory_needs(self, asked: Asked) -> Needs:
+        needs = super().memory_needs(asked)
+        held = dict(needs.held)
+        gradients = held.pop(Part.GRADS, ())
+        peaks = {
+            phase: (*terms, *gradients) if phase is Phase.TRAINING else terms
+            for phase, terms in needs.peaks.items()
+        }
+        return dataclasses.replace(needs, held=held, peaks=peaks)
+
+
 def auto(
     folder: Path,
     gib: float,
@@ -202,9 +217,10 @@ def auto(
     return plan_memory(config, plan, gib)
 
 
-def test_auto_moves_what_does_not_fit_and_no_more(folder: Path) -> None:
+@pytest.mark.parametrize("engine", [SureEngine, FreshGradients])
+def test_auto_moves_what_does_not_fit_and_no_more(folder: Path, engine: type[SureEngine]) -> None:
     """85 % of 80 GiB hold everything but the cache beside training."""
-    found = auto(folder, 80)
+    found = auto(folder, 80, engine())
     assert found.offload is Offload.AUTO
     assert table(found) == {
         "sampling": {"policy": 20, "rollout": 47},

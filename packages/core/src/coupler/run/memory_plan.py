@@ -346,7 +346,8 @@ def _device(
         for role, kind in _dear(needs) if offload is Offload.AUTO else ():
             more = row.stays | ({(role, kind)} - row.active)
             fuller = _row(plan, phase, active, needs, more)
-            if fuller.together + _cache(needs[role]) <= room:
+            idle = {name for name, part in more if part is Part.PARAMS}
+            if fuller.together + sum(_cache(needs[name]) for name in idle) <= room:
                 row = fuller
         turns.append(row)
     apart = config.executor is ExecutorName.RAY and offload is Offload.FALSE and len(needs) > 1
@@ -391,10 +392,10 @@ def _dear(needs: Mapping[str, Needs]) -> list[tuple[str, Kind]]:
 def _cache(need: Needs) -> int:
     """Return what the allocator of a frozen model keeps of its phases while it stays.
 
-    The others give it back with their gradients.
+    Those that train give it back with their gradients.
     """
-    frozen = Part.PARAMS in need.held and Part.GRADS not in need.held
-    return max(map(total, need.peaks.values()), default=0) if frozen else 0
+    trains = Phase.TRAINING in need.peaks
+    return 0 if trains else max(map(total, need.peaks.values()), default=0)
 
 
 def _parked(role: str, need: Needs, devices: Sequence[Device]) -> int:
