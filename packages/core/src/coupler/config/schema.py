@@ -411,7 +411,8 @@ class RunConfig:
     (disabled), that of the old log-probs (R2), or the rollout's (R3)."""
     offload: Offload = field(default=Offload.AUTO, metadata=NO_EFFECT)
     """Let roles on one GPU take turns on its memory: with all of it (true), with what
-    their estimates say does not fit (auto), or not (false)."""
+    their estimates say does not fit (auto, all where a backend cannot say what it
+    takes), or not (false)."""
     seed: int = field(default=0, metadata={"ge": 0, "le": 2**63 - 1})
     """The seed of every random stream: the order of the data, sampling, new weights."""
     deterministic: bool = False
