@@ -208,11 +208,12 @@ def auto(
     gib: float,
     engine: ToyEngineConfig | None = None,
     offload: Offload = Offload.AUTO,
+    needs: frozenset[str] | None = None,
 ) -> MemoryPlan:
     """Plan a run whose backends can free their memory."""
     plugins = Plugins.load()
     config = compose(plugins, [*NEEDED, f"model.path={folder}"], job=Job.TRAIN).config
-    plan = dataclasses.replace(make_plan(config, None, plugins), offload=offload)
+    plan = dataclasses.replace(make_plan(config, None, plugins, needs), offload=offload)
     config = dataclasses.replace(config, engine=engine or SureEngine(), rollout=NeedyRollout())
     return plan_memory(config, plan, gib)
 
@@ -240,6 +241,16 @@ def test_auto_moves_the_cheapest_first(folder: Path) -> None:
     assert table(found)["sampling"] == {"policy": 4, "rollout": 47}
     assert found.moved_bytes == 16 * GIB
     assert "copies: 16.0 GiB out and back in a step, about 0.8 s at 45 GB/s" in render(found)
+
+
+def test_auto_counts_what_a_frozen_model_keeps_with_all_that_stays(folder: Path) -> None:
+    """Beside 47 GiB of the rollout and 8 of weights, moments take 16, and the reference
+    keeps a pass of 1.
+    """
+    needs = frozenset({"ref_logprobs"})
+    found = {gib: table(auto(folder, gib / 0.85, needs=needs))["sampling"] for gib in (71.5, 72.5)}
+    assert found[72.5] == {"policy": 20, "reference": 4, "rollout": 47}
+    assert found[71.5] == {"policy": 4, "reference": 4, "rollout": 47}
 
 
 def test_auto_moves_nothing_where_all_fits_and_all_where_little_is_known(folder: Path) -> None:

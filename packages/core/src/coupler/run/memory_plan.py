@@ -221,6 +221,7 @@ def _asked(
         sequences=ceil_div(sequences, role.count) * (1 + plan.max_staleness),
         parameters=policy.parameters if role.name in SERVED_BY and role.name != "judge" else 0,
     )
+
     if role.name not in ROLLOUTS:
         steps = plan.optimizer_steps_per_batch if trains else 1
         if role.name == "critic":
@@ -346,10 +347,10 @@ def _device(
         for role, kind in _dear(needs) if offload is Offload.AUTO else ():
             more = row.stays | ({(role, kind)} - row.active)
             fuller = _row(plan, phase, active, needs, more)
-            idle = {name for name, part in more if part is Part.PARAMS}
-            if fuller.together + sum(_cache(needs[name]) for name in idle) <= room:
+            if fuller.together + _cached(needs, more) <= room:
                 row = fuller
         turns.append(row)
+
     apart = config.executor is ExecutorName.RAY and offload is Offload.FALSE and len(needs) > 1
     return Device(tuple(needs), tuple(turns), apart)
 
@@ -389,13 +390,14 @@ def _dear(needs: Mapping[str, Needs]) -> list[tuple[str, Kind]]:
     return [(role, kind) for kind in DEAR for role, need in needs.items() if kind in need.held]
 
 
-def _cache(need: Needs) -> int:
-    """Return what the allocator of a frozen model keeps of its phases while it stays.
+def _cached(needs: Mapping[str, Needs], stays: Parts) -> int:
+    """Return what the allocators of frozen models that stay keep of their phases.
 
-    Those that train give it back with their gradients.
+    Models that train give it back with their gradients.
     """
-    trains = Phase.TRAINING in need.peaks
-    return 0 if trains else max(map(total, need.peaks.values()), default=0)
+    engines = [needs[role].peaks for role, kind in stays if kind is Part.PARAMS]
+    frozen = [peaks for peaks in engines if Phase.TRAINING not in peaks]
+    return sum(max(map(total, peaks.values()), default=0) for peaks in frozen)
 
 
 def _parked(role: str, need: Needs, devices: Sequence[Device]) -> int:
