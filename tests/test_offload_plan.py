@@ -19,12 +19,12 @@ from coupler.testing.memory import LARGE
 GPU_GIB = 139.8
 
 
-def planned(engine: str, rollout: str, folder: Path) -> MemoryPlan:
+def planned(engine: str, rollout: str, folder: Path, cache: int = 60) -> MemoryPlan:
     """Plan GRPO of 1.5B, whose training does not fit beside a cache of 60 GiB."""
     AutoConfig.for_model(**LARGE["1.5b"]).save_pretrained(folder)
     recompute = {"fsdp": "false", "megatron": "none"}[engine]
     overrides = [
-        f"engine={engine}", f"rollout={rollout}", "rollout.kv_cache_gib=60", "algorithm=grpo",
+        f"engine={engine}", f"rollout={rollout}", f"rollout.kv_cache_gib={cache}", "algorithm=grpo",
         "algorithm.kl=none", f"model.path={folder}", "data.source=x.jsonl", "reward.target=a:b",
         "data.max_prompt_tokens=96", "sampling.max_tokens=512", "prompts_per_step=32",
         "samples_per_prompt=8", "engine.max_tokens_per_gpu=16384",
@@ -36,10 +36,11 @@ def planned(engine: str, rollout: str, folder: Path) -> MemoryPlan:
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])
-def test_the_cache_leaves_and_the_policy_stays(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rollout", ["vllm", "sglang"])
+def test_the_cache_leaves_and_the_policy_stays(engine: str, rollout: str, tmp_path: Path) -> None:
     """All but training fits beside the cache, so that nothing is copied."""
-    found = planned(engine, "vllm", tmp_path)
-    assert found.offload is Offload.AUTO
+    found = planned(engine, rollout, tmp_path)
+    assert found.offload is Offload.AUTO and not found.unknown
 
     there = {row.phase: row.stays | row.active for row in found.devices[0].turns}
     policy = {("policy", Part.PARAMS), ("policy", Part.OPTIMIZER)}
@@ -48,6 +49,6 @@ def test_the_cache_leaves_and_the_policy_stays(engine: str, tmp_path: Path) -> N
     assert found.moved_bytes == 0
 
 
-def test_all_leaves_where_a_rollout_cannot_say_what_it_takes(tmp_path: Path) -> None:
-    found = planned("fsdp", "sglang", tmp_path)
+def test_all_leaves_where_sglang_chooses_its_cache(tmp_path: Path) -> None:
+    found = planned("fsdp", "sglang", tmp_path, cache=0)
     assert found.unknown and found.offload is Offload.TRUE

@@ -50,16 +50,19 @@ def footprint(
     *,
     sleeps: bool,
     activations: int = 0,
+    graphs: int = 0,
 ) -> Needs:
     """Return the needs of a replica that takes weights and cache when it starts.
 
     Args:
         sleeps: whether it can give them back.
         activations: bytes that a forward pass takes beside them.
+        graphs: bytes of CUDA graphs, which stay while it sleeps, beyond those of
+            ``left_bytes``.
     """
     lower = f"a smaller {asked.path}.gpu_memory_gib or {asked.path}.kv_cache_gib"
     parts = Term("weights", weights), Term("KV cache", cache, lower)
-    left = Term("CUDA and its graphs", left_bytes(asked))
+    left = Term("CUDA and its graphs", left_bytes(asked) + graphs)
     held: dict[Kind, tuple[Term, ...]] = {None: (left, *(() if sleeps else parts))}
     if sleeps:
         held |= {Memory.WEIGHTS: parts[:1], Memory.KV_CACHE: parts[1:]}
