@@ -60,7 +60,8 @@ class PlayedConfig(EnvironmentConfig):
     """The episode at which the process dies."""
     kills: str = no_effect("")
     """A folder with a file for each episode that killed its process. Those do of every
-    third seed, once, before a turn or behind the last."""
+    third seed, once, before a turn or behind the last. Every fourth process is killed
+    while it starts. Its subfolder ``processes`` has a file for each that started."""
     holds: str = no_effect("")
     """A folder with a file for each episode under way, by ``how=lingers``."""
 
@@ -95,6 +96,8 @@ class Played(Environment):
         """Begin to count."""
         self.tries: Counter[int] = Counter()
         SEEN.open += 1
+        if self.config.kills:
+            self._maybe_die_at_start()
 
     async def close(self) -> None:
         """Stop."""
@@ -122,6 +125,14 @@ class Played(Environment):
                 break
             history += [reply.message, {"role": "user", "content": f"{turn} ?"}]
         return said
+
+    def _maybe_die_at_start(self) -> None:
+        begun = Path(self.config.kills, "processes")
+        begun.mkdir(exist_ok=True)
+        mark = begun / str(os.getpid())
+        mark.touch()
+        if len(list(begun.iterdir())) % 4 == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _maybe_die(self, seed: int, turn: int) -> None:
         if not self.config.kills or seed % 3 or seed // 3 % 3 != turn:

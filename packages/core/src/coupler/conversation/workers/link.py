@@ -37,7 +37,8 @@ OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 
 class WorkerDied(CouplerError):
-    """The process of an episode ended. All of its episodes raise the same one.
+    """The process of an episode ended, or did not start. All of its episodes raise the
+    same one.
 
     Attributes:
         counted: it was counted as a failure, which it is once.
@@ -96,7 +97,7 @@ class Link:
         """Start the process, and set the environment up in it.
 
         Raises:
-            CouplerError: it cannot be set up.
+            WorkerDied: it cannot be set up.
         """
         ours, theirs = socket.socketpair()
         self.control, control = socket.socketpair()
@@ -120,7 +121,7 @@ class Link:
         if not first or "failed" in first:
             why = first["failed"] if first else f"its process {await self._ending()}"
             await self.close()
-            raise FailedThere(f"the environment cannot be set up: {why}")
+            raise WorkerDied(f"the environment cannot be set up: {why}")
         self.reading = asyncio.create_task(self._serve())
 
     async def episode(self, task: Task, policy: Any) -> Outcome:

@@ -41,7 +41,8 @@ def open_environment(
 class EnvironmentWorkers(Environment):
     """Plays each episode in the process that has the fewest.
 
-    A process that ended is replaced when the next episode begins. Its episodes raise
+    A process that ended is replaced when the next episode begins. Its episodes, and
+    those that wait for one that does not start, raise
     :class:`~coupler.conversation.workers.link.WorkerDied`.
     """
 
