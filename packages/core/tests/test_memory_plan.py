@@ -253,6 +253,13 @@ def test_auto_counts_what_a_frozen_model_keeps_with_all_that_stays(folder: Path)
     assert found[71.5] == {"policy": 4, "reference": 4, "rollout": 47}
 
 
+def test_turns_of_a_phase_are_told_apart(folder: Path) -> None:
+    said = render(auto(folder, 80, offload=Offload.TRUE, needs=frozenset({"ref_logprobs"})))
+    assert "away in log-probs of policy: policy's grads, policy's optimizer, reference's" in said
+    assert "away in log-probs of reference: policy's grads, policy's optimizer, policy's" in said
+    assert "away in training: reference's params, rollout's kv_cache, rollout's weights\n" in said
+
+
 def test_auto_moves_nothing_where_all_fits_and_all_where_little_is_known(folder: Path) -> None:
     roomy = auto(folder, 160)
     assert roomy.offload is Offload.FALSE and roomy.host_bytes == 0

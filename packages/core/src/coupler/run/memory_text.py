@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from coupler.config.schema import Offload
 from coupler.engine_kit.memory_plan import GIB, Kind, Phase, Term, total
+from coupler.interfaces import Part
 from coupler.run.memory_plan import ROOM, Device, MemoryPlan, Row
 
 MOST = 6
@@ -62,8 +63,7 @@ def _table(device: Device) -> Iterator[str]:
         return f"{label:{first}}  " + "  ".join(f"{cell:>{width}}" for cell, width in both)
 
     yield line("", names)
-    # In the order of a step.
-    for row in sorted(device.rows, key=lambda row: [*Phase].index(row.phase)):
+    for row in _in_order(device.rows):
         sizes = [total(row.terms[role]) for role in device.roles]
         yield line(row.phase, [_gib(size) for size in (*sizes, row.together)])
     if device.apart:
@@ -77,15 +77,23 @@ def _away(plan: MemoryPlan) -> Iterator[str]:
         yield "nothing leaves its device"
     for device in plan.devices:
         every = frozenset[tuple[str, Kind]]().union(*(row.active for row in device.turns))
-        for row in device.turns if plan.offload is not Offload.FALSE else ():
+        for row in _in_order(device.turns) if plan.offload is not Offload.FALSE else ():
             gone = sorted(f"{role}'s {kind}" for role, kind in every - row.active - row.stays)
-            yield f"away in {row.phase}: {', '.join(gone) or 'nothing'}"
+            shared = sum(other.phase is row.phase for other in device.turns) > 1
+            engines = {role for role, kind in row.active if isinstance(kind, Part)}
+            who = f" of {', '.join(sorted(engines))}" if shared else ""
+            yield f"away in {row.phase}{who}: {', '.join(gone) or 'nothing'}"
     if plan.moved_bytes:
         seconds = 2 * plan.moved_bytes / COPIED
         yield (
             f"copies: {_gib(plan.moved_bytes)} GiB out and back in a step, about {seconds:.1f} s "
             f"at {COPIED / 1e9:g} GB/s"
         )
+
+
+def _in_order(rows: Iterable[Row]) -> list[Row]:
+    """Return rows in the order of a step."""
+    return sorted(rows, key=lambda row: [*Phase].index(row.phase))
 
 
 def _largest(device: Device) -> Iterator[str]:
