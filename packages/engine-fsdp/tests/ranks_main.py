@@ -192,9 +192,10 @@ if __name__ == "__main__":
         for process in ranks:
             process.start()
         while running := [process.sentinel for process in ranks if process.is_alive()]:
-            multiprocessing.connection.wait(running)
-            # the others would wait for it
+            # the others would wait for one that died
             if any(process.exitcode for process in ranks):
                 for process in ranks:
                     process.kill()
-                sys.exit(1)
+            multiprocessing.connection.wait(running)
+        if any(process.exitcode for process in ranks):
+            sys.exit(1)

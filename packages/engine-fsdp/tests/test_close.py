@@ -5,7 +5,6 @@ not hang.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 import torch
 from helpers import WANT, make_batch, make_engine
 
+from coupler.engine_kit.rendezvous import keep_port
 from coupler.errors import CouplerError
 from coupler.interfaces import Rank
 
@@ -109,9 +109,8 @@ SILENT = () if torch.cuda.is_available() else pytest.mark.slow
 def test_an_engine_closes_after_its_collective_failed(
     folder_of: Folder, environment: dict[str, str], how: str
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+    port, kept = keep_port("127.0.0.1")
+    rendezvous = f"127.0.0.1:{port}"
     pipe, folder = subprocess.PIPE, folder_of("qwen2")
     ranks = [
         subprocess.Popen(
@@ -129,6 +128,7 @@ def test_an_engine_closes_after_its_collective_failed(
         assert ("raised" in out) == (how == "dies")
         assert time.monotonic() - start < EXIT_S
     finally:
+        kept.close()
         for rank in ranks:
             rank.kill()
             rank.communicate()

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from helpers import WANT, arrays, closeness, info, loss, make_batch, make_engine, reference, worst
 
 from coupler.engine_kit.lora_names import names_of
+from coupler.engine_kit.rendezvous import keep_port
 from coupler.engine_kit.saved import open_saved
 from coupler.interfaces import EVERYTHING, Part
 
@@ -61,24 +62,25 @@ def spawn(
     The first, largest world saves a checkpoint, the others load it.
     """
     runs = {world: [tmp_path / f"world-{world}-rank-{i}" for i in range(world)] for world in worlds}
-    jobs = []
+    jobs, ports = [], ExitStack()
     for world, outs in runs.items():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+        port, kept = keep_port("127.0.0.1")
+        ports.enter_context(kept)
+        rendezvous = f"127.0.0.1:{port}"
         saved = {"save" if world == worlds[0] else "load": str(tmp_path / "checkpoint")}
         jobs.append(
             {"rendezvous": rendezvous, "outs": [str(out) for out in outs], "cases": cases, **saved}
         )
     launcher = Path(__file__).with_name("ranks_main.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **visible}
-    done = subprocess.run(
-        [sys.executable, str(launcher), json.dumps(jobs)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    with ports:
+        done = subprocess.run(
+            [sys.executable, str(launcher), json.dumps(jobs)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
     assert done.returncode == 0, done.stderr[-6000:]
     return runs
 

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
 import subprocess
 import sys
 import traceback
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from coupler.engine_kit.rendezvous import keep_port
 
 Arrays = dict[str, np.ndarray]
 DEADLINE_S = 280
@@ -40,9 +41,7 @@ def on_ranks(function: str, num_ranks: int, folder: Path, **arguments: Any) -> l
     """Call ``module:function`` of this folder with a Rank and plain arguments; return
     what each rank returned.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port, kept = keep_port("127.0.0.1")
     folder.mkdir(parents=True, exist_ok=True)
     job = {
         "function": function,
@@ -51,11 +50,12 @@ def on_ranks(function: str, num_ranks: int, folder: Path, **arguments: Any) -> l
         "port": port,
         "arguments": arguments,
     }
-    server = _server()
-    assert server.stdin and server.stdout
-    server.stdin.write(json.dumps(job) + "\n")
-    server.stdin.flush()
-    problem = json.loads(server.stdout.readline())
+    with kept:
+        server = _server()
+        assert server.stdin and server.stdout
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        problem = json.loads(server.stdout.readline())
     assert not problem, problem
     return [dict(np.load(folder / f"{index}.npz")) for index in range(num_ranks)]
 
@@ -84,11 +84,12 @@ def _run(job: dict[str, Any]) -> str:
     ranks = [fork.Process(target=_rank, args=(job, i)) for i in range(job["ranks"])]
     for process in ranks:
         process.start()
-    done = False
-    while (running := [process.sentinel for process in ranks if process.is_alive()]) and not done:
-        late = not multiprocessing.connection.wait(running, DEADLINE_S)
-        # the others would wait for it
-        done = late or any(process.exitcode for process in ranks)
+    while running := [process.sentinel for process in ranks if process.is_alive()]:
+        # the others would wait for one that died
+        if any(process.exitcode for process in ranks):
+            break
+        if not multiprocessing.connection.wait(running, DEADLINE_S):
+            break
     for process in ranks:
         process.kill()
         process.join()
