@@ -472,6 +472,19 @@ def test_the_model_folder(
     assert fix in no_traceback(lines[1:])
 
 
+@pytest.mark.parametrize("content", ["[" * 99_999, '{"a":' * 99_999, "null", "3", ""])
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_a_configuration_of_a_model_that_is_none(
+    engine: str, content: str, refused: Refused, model: Path, tmp_path: Path
+) -> None:
+    """The plugin that looks at it first is not to blame."""
+    folder = tmp_path / "other"
+    shutil.copytree(model, folder)
+    (folder / "config.json").write_text(content)
+    first, fix = refused("sft", f"engine={engine}", f"model.path={folder}")
+    assert f"{folder}/config.json is damaged: it " in first and "try:" in fix
+
+
 def test_a_model_function_that_is_not_there(refused: Refused, tmp_path: Path) -> None:
     line, _ = refused("train", "model.path=no_such_module:build")
     assert line.startswith(

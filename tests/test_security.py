@@ -172,6 +172,13 @@ def test_no_source_does_what_is_refused() -> None:
     assert not ALLOWED.keys() - found.keys(), "an entry of ALLOWED outlives what it allowed"
 
 
+def test_json_of_a_file_is_read_by_one_function() -> None:
+    """For ``read_json`` a pipe and lists in lists without an end are damage, too."""
+    own = re.compile(r"json\.loads?\([^\n]*read_text\(")
+    files = [path for path in SOURCES if ROOT / "packages" in path.parents]
+    assert [str(path) for path in files if own.search(path.read_text("utf-8"))] == []
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -208,6 +208,15 @@ def test_sizes_that_fit_are_no_problem(
     assert list(problems(config, ranks, shape)) == [] and ranks % config.ranks_per_group == 0
 
 
+@pytest.mark.parametrize("value", ["x", [1], {"a": 1}, 1.5, True])
+@pytest.mark.parametrize("name", ["num_attention_heads", "num_key_value_heads", "num_experts"])
+def test_a_count_that_is_no_whole_number_is_named(name: str, value: object) -> None:
+    found = problems(MegatronConfig(), 1, {**MOE, name: value})
+    assert list(found) == [
+        (f"the model's config.json has no whole number as {name}", "model.path=another model")
+    ]
+
+
 def test_data_shards_that_share_experts_are_a_group() -> None:
     assert MegatronConfig(expert_parallel=2).ranks_per_group == 2
     assert MegatronConfig(tensor_parallel=2, expert_parallel=2).ranks_per_group == 2

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from coupler.engine_kit import write_file
+from coupler.engine_kit.json_files import DamagedFile, read_json
 from coupler.errors import CouplerError, WaitTimeout
 from coupler.interfaces import FileHashes
 from coupler_engine_fsdp import tensorfile
@@ -188,11 +189,11 @@ def is_native(path: Path, state: Mapping[str, Tensor]) -> bool:
     the other way round.
     """
     try:
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        index = read_json(path / INDEX)
         if "shards" not in index:
             return False
         return "num_steps" not in state or _has_codes(state) == _has_codes(index["tensors"])
-    except (OSError, ValueError, KeyError):
+    except (DamagedFile, KeyError):
         return True
 
 
@@ -276,11 +277,11 @@ def _fits(stored: Mapping[str, Any] | None, tensor: Tensor) -> bool:
 
 def _read_index(path: Path) -> tuple[int, dict[str, Any]]:
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = read_json(path)
         return index["shards"], index["tensors"]
-    except OSError as error:
+    except DamagedFile as error:
         raise CouplerError(f"{path.parent} holds no checkpoint of engine=fsdp: {error}") from None
-    except (ValueError, KeyError) as error:
+    except KeyError as error:
         raise CouplerError(
             f"{path} is damaged: {error!r}.\n  try:  an earlier checkpoint"
         ) from None

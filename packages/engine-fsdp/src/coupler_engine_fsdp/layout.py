@@ -5,13 +5,13 @@ A plan asks before a device is taken, so that nothing here imports PyTorch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 from typing import Any
 
+from coupler.engine_kit.json_files import DamagedFile, read_json
 from coupler.engine_kit.precision import Products
 from coupler.errors import ConfigError
 from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
@@ -23,10 +23,9 @@ def read_heads(folder: Path) -> int:
     Setup says what is wrong with a folder that cannot be read.
     """
     try:
-        shape = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        return heads_of(read_json(folder / "config.json"))
+    except DamagedFile:
         return 0
-    return heads_of(shape) if isinstance(shape, dict) else 0
 
 
 def heads_of(shape: dict[str, Any]) -> int:

@@ -81,7 +81,7 @@ class TensorFile:
             self._entries: dict[str, Any] = json.loads(
                 self._file.read(size) if size <= MAX_HEADER_BYTES else b""
             )
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self._broken("its header is damaged") from None
 
         self._start = 8 + size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
+from coupler.engine_kit.json_files import DamagedFile, read_json
 from coupler.errors import CouplerError
 from coupler.interfaces import Named
 
@@ -64,9 +64,9 @@ def files_of(folder: Path) -> dict[str, Path]:
     """
     if (folder / _INDEX).is_file():
         try:
-            files = json.loads((folder / _INDEX).read_text())["weight_map"]
+            files = read_json(folder / _INDEX)["weight_map"]
             return {name: folder / file for name, file in files.items()}
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (DamagedFile, LookupError, TypeError, AttributeError) as error:
             raise CouplerError(
                 f"{folder / _INDEX} is damaged: {error!r}.\n  try:  saving the model again"
             ) from None

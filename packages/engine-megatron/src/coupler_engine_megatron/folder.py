@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from coupler.engine_kit.json_files import read_json
 from coupler.errors import CouplerError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -29,7 +29,7 @@ class Folder:
         """
         self.files: dict[Path, Any] = {}
         if (folder / _INDEX).is_file():
-            index = json.loads((folder / _INDEX).read_text())["weight_map"]
+            index = read_json(folder / _INDEX)["weight_map"]
             self.where = {name: folder / file for name, file in index.items()}
         elif (folder / _SINGLE).is_file():
             self.where = dict.fromkeys(self._open(folder / _SINGLE).keys(), folder / _SINGLE)

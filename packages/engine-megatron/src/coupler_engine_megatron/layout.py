@@ -5,30 +5,45 @@ A plan asks before a device is taken.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from math import gcd
 from pathlib import Path
 from typing import Any
 
+from coupler.engine_kit.json_files import DamagedFile, read_json
 from coupler_engine_megatron.config import MegatronConfig, RecomputeMethod
 
 Problem = tuple[str, str]
-# Counts of a model that every check needs.
 NEEDED = (
     "num_attention_heads",
     "num_hidden_layers",
     "hidden_size",
     "intermediate_size",
 )
-"""The sizes that do not fit, and the nearest settings that do."""
+"""Counts of a model that every check needs."""
+WHOLE = (
+    *NEEDED,
+    "num_key_value_heads",
+    "head_dim",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "n_routed_experts",
+    "num_local_experts",
+    "num_experts",
+)
+"""Counts that may be absent, too."""
 
 
 def read_shape(folder: Path) -> Mapping[str, Any] | None:
-    """Return the ``config.json`` of a model folder, or None if there is none."""
-    path = folder / "config.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+    """Return the ``config.json`` of a model folder, or None if there is none.
+
+    Setup says what is wrong with one that cannot be read.
+    """
+    try:
+        return read_json(folder / "config.json")
+    except DamagedFile:
+        return None
 
 
 def problems(
@@ -89,16 +104,23 @@ def _of_adapter(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> 
     if config.lora_rank and shape.get("kv_lora_rank"):
         yield (
             f"{path}.lora_rank={config.lora_rank} adapts no latent attention, which the model "
-            f"of type {shape['model_type']!r} has",
+            f"of type {shape.get('model_type')!r} has",
             f"{path}.lora_rank=0, or {path}=fsdp",
         )
 
 
-def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> Iterator[Problem]:
+def _of_counts(shape: Mapping[str, Any]) -> Iterator[Problem]:
     missing = [name for name in NEEDED if not shape.get(name)]
-    if missing:
-        names = ", ".join(missing)
-        yield f"the model's config.json has no {names}", "model.path=another model"
+    odd = [name for name in WHOLE if type(shape.get(name) or 0) is not int]
+    for names, what in ((missing, "no"), (odd, "no whole number as")):
+        if names:
+            said = f"the model's config.json has {what} {', '.join(names)}"
+            yield said, "model.path=another model"
+
+
+def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    if odd := list(_of_counts(shape)):
+        yield from odd
         return
 
     heads, layers = shape["num_attention_heads"], shape["num_hidden_layers"]
@@ -144,7 +166,7 @@ def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> It
         yield (
             f"{path}.expert_parallel={expert} and "
             f"expert_tensor_parallel={config.expert_tensor_parallel} need experts, "
-            f"which a model of type {shape['model_type']!r} has none of",
+            f"which a model of type {shape.get('model_type')!r} has none of",
             f"{path}.expert_parallel=1 and {path}.expert_tensor_parallel=1",
         )
     elif experts and tensor > 1 and not config.sequence_parallel:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coupler.engine_kit.inference.checkpoint import has_experts, linear_maps
+from coupler.engine_kit.json_files import DamagedFile, read_json
 from coupler.errors import ConfigError
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.config import Precision, SGLangConfig
@@ -254,12 +255,11 @@ def text_config(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the folder has none.
     """
-    path = folder / "config.json"
     try:
-        whole = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        whole: dict[str, Any] = read_json(folder / "config.json")
+    except DamagedFile as error:
         raise ConfigError(
-            f"model.path={folder} has no readable config.json: {error}.\n"
+            f"model.path={folder} has no readable config.json: {error}\n"
             "  set:  model.path to a folder of a model"
         ) from error
     return whole.get("text_config") or whole

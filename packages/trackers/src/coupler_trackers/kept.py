@@ -38,7 +38,7 @@ class Kept:
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
                 step, values = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             yield step, values
 

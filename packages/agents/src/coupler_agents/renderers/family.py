@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from coupler.conversation import Codec
+from coupler.engine_kit.json_files import DamagedFile, read_json
 from coupler.errors import ConfigError, CouplerError
 
 CACHED = "models--"  # folders of the Hugging Face cache: models--ORG--NAME/snapshots/HASH
@@ -87,10 +87,9 @@ def _names(folder: Path) -> list[str]:
             found.append(part.removeprefix(CACHED).replace("--", "/"))
 
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        name = read_json(folder / "config.json").get("_name_or_path")
+    except DamagedFile:
         return found
-    name = config.get("_name_or_path") if isinstance(config, dict) else ""
     return [*found, name] if isinstance(name, str) and name else found
 
 

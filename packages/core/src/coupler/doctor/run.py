@@ -5,7 +5,6 @@ These are its model folder, tokenizer, chat template, data and reward, if they a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import shorten
@@ -26,6 +25,7 @@ from coupler.rewards.classifier import check_classifier
 from coupler.rewards.judge import Question
 from coupler.rewards.options import opinions_of
 from coupler.run.row_form import ColumnsOf
+from coupler.system.files import DamagedFile, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NUM_SAMPLES, MAX_ENCODED = 2, 1000
@@ -84,8 +84,8 @@ def model_files(folder: Path) -> Iterator[Finding]:
         return
 
     try:
-        kind = json.loads((folder / "config.json").read_text())["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        kind = read_json(folder / "config.json")["model_type"]
+    except (DamagedFile, KeyError) as error:
         yield problem(
             "model", f"{folder / 'config.json'} cannot be used: {first_line(error)}", again
         )
@@ -95,8 +95,8 @@ def model_files(folder: Path) -> Iterator[Finding]:
     index: dict[str, str] = {}
     try:
         if (folder / INDEX).exists():
-            index = json.loads((folder / INDEX).read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+            index = read_json(folder / INDEX)["weight_map"]
+    except (DamagedFile, KeyError) as error:
         yield problem("weights", f"{folder / INDEX} is damaged: {first_line(error)}", again)
         return
 

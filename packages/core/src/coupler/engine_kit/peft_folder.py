@@ -16,7 +16,7 @@ from coupler.engine_kit.lora import LoRAConfig
 from coupler.engine_kit.lora_names import PREFIX, A, names_of, start_of
 from coupler.errors import CouplerError
 from coupler.interfaces import Named
-from coupler.system.files import writing
+from coupler.system.files import DamagedFile, read_json, writing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,12 +55,12 @@ class PeftFolder:
 
         self.folder = folder
         try:
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            config = read_json(folder / CONFIG)
             self.rank = int(config["r"])
             root = self.rank**0.5 if config.get("use_rslora") else self.rank
             self.scale = float(config["lora_alpha"]) / root
             self.tensors: dict[str, Tensor] = load_file(folder / TENSORS)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (DamagedFile, OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CouplerError(
                 f"engine.lora_adapter_path={folder} holds no adapter of PEFT: {error!r}.\n"
                 f"  it needs:  {CONFIG} and {TENSORS}"

@@ -14,7 +14,6 @@ is the tensors ``codes``, ``scales`` of its blocks, and ``map``: code c of a blo
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from coupler.engine_kit.lora_names import names_of, weight_of
 from coupler.errors import CouplerError
+from coupler.system.files import DamagedFile, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -204,13 +204,13 @@ def open_saved(path: Path) -> Saved:
         CouplerError: it holds no checkpoint, or its index is damaged.
     """
     try:
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        index = read_json(path / INDEX)
         layout = Rows if "shards" in index else WholeTensors
         # An index without them is damaged.
         index["tensors"].keys()
 
         return layout(path, index)
-    except OSError as error:
+    except (DamagedFile, OSError) as error:
         raise CouplerError(f"{path} holds no checkpoint of an engine: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path / INDEX, error) from None

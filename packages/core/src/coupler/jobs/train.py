@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +55,7 @@ from coupler.run.saving import Saving, due
 from coupler.run.session import Session
 from coupler.run.step_record import Recorder
 from coupler.run.throughput import Throughput
+from coupler.system.files import read_json
 from coupler.system.garbage import heap_set_aside
 from coupler.system.log import PLAIN, get_logger
 
@@ -314,7 +314,7 @@ def unreplayed(config: RunConfig, folder: Path) -> str:
     if config.router_replay is not RouterReplay.DISABLED or not file.is_file():
         return ""
 
-    facts = json.loads(file.read_text())
+    facts = read_json(file)
     count = max((facts.get(name) or 0 for name in EXPERTS), default=0)
     if count < 2:
         return ""

@@ -23,7 +23,7 @@ def numbers_of(run_dir: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and type(row.get("step")) is int:
             found.append(row)

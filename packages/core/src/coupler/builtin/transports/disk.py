@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from coupler.builtin.transports.shape_check import check_fits
 from coupler.builtin.transports.waiting import num_bytes, wait_until
 from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
-from coupler.system.files import writing
+from coupler.system.files import read_json, writing
 
 # written last: the tensors before it are complete
 DONE = "names.json"
@@ -69,7 +69,7 @@ class DiskTransport(Transport):
         wait_until(
             done.exists, f"weights of version {update.version} in {folder}", update.deadline_s
         )
-        sent = json.loads(done.read_text())
+        sent = read_json(done)
         for i, name in enumerate(sent["names"]):
             with safe_open(folder / f"{i}.safetensors", framework=sent["framework"]) as file:
                 check_fits(name, file.get_slice(name).get_shape(), shapes)

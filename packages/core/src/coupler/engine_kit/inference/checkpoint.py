@@ -5,13 +5,14 @@ Both a rollout's process and its engine's model workers use this file.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from safetensors import safe_open
+
+from coupler.system.files import read_json
 
 INDEX = "model.safetensors.index.json"
 _OF_LAYER = re.compile(r".*\.\d+\.(?:.+\.)?([^.]+)\.weight")
@@ -59,5 +60,5 @@ def checkpoint_names(folder: Path) -> set[str]:
     """Return the names of all of a model's tensors, with those in absent files."""
     index = folder / INDEX
     if index.exists():
-        return set(json.loads(index.read_text())["weight_map"])
+        return set(read_json(index)["weight_map"])
     return set(checkpoint_tensors(folder))

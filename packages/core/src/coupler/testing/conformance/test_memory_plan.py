@@ -4,7 +4,6 @@ foresee what training then takes of PyTorch's allocator.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from coupler.engine_kit.json_files import read_json
 from coupler.engine_kit.memory_plan import Asked, Needs, Phase, PlansMemory, total
 from coupler.interfaces import Model
 from coupler.testing import expect
@@ -68,7 +68,7 @@ def planned(subject: Subject, folder: Path, tokens: int = TOKENS, limit: int = T
         Asked(
             path="engine",
             model=Model(str(folder)),
-            shape=json.loads((folder / "config.json").read_text()),
+            shape=read_json(folder / "config.json"),
             trains=True,
             gpu=on_gpu(),
             longest=LENGTH,

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from coupler.errors import CouplerError
 from coupler.interfaces import Head, Named
-from coupler.system.files import writing
+from coupler.system.files import read_json, writing
 
 MAX_SHARD_BYTES = 4 << 30
 # The configuration, the tokenizer, and the code that `auto_map` names, which
@@ -158,7 +158,7 @@ def _copy_configuration(source: Path, folder: Path) -> None:
 
 def _declare_score(path: Path, head: Head) -> None:
     """Declare one label in a config.json, so that ``score`` has one row."""
-    config = json.loads(path.read_text())
+    config = read_json(path)
     kind = "TokenClassification" if head is Head.VALUE else "SequenceClassification"
     names = [name.replace("CausalLM", kind) for name in config.get("architectures") or []]
     labels = {"architectures": names, "id2label": {"0": head}, "label2id": {head: 0}}
