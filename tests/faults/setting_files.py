@@ -37,7 +37,7 @@ WHOLE = (
     "sampling: text\n", "1: 2\n", "null: 2\n", "true: 2\n", "? [a]\n: 5\n", "? {a: 1}\n: 5\n", "1.5: 2\n",
     "'': 5\n", "' steps': 5\n", "'steps ': 5\n", "Steps: 5\n", "STEPS: 5\n", "step: 5\n", "steps : x\n",
     "sampling.max_token: 5\n", "sampling..max_tokens: 5\n", ".steps: 5\n", "steps.: 5\n", "a: &a {b: *a}\n",
-    "a: &a [*a]\n", BOMB, "--- \nsteps: 5\n---\nsteps: 6\n", "%YAML 9.9\n---\nsteps: 5\n", "%TAG ! x\n---\nsteps: 5\n",
+    "a: &a [*a]\n", BOMB, "--- \nsteps: 5\n---\nsteps: 6\n", "%YAML 9.9\n---\nsteps: 5\n",
     "steps: 5\n...\nrest\n", "steps: 5 seed: 6\n", "steps=5\n", "steps = 5\n", "{\"steps\": 5,}\n]\n", "{'steps' 5}\n",
     "<xml>steps</xml>\n", "[run]\nsteps = 5\n", "#!/bin/sh\nexit 1\n", "steps: *x\n", "&x steps\n", "- - - a\n",
     "data:\n  args: 5\n", "trackers: console\n", "trackers: {a: b}\n",
