@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from coupler.engine_kit.json_files import DamagedFile, read_json
+from coupler.engine_kit.json_files import read_json
 from coupler.errors import CouplerError
 from coupler.interfaces import Named
 
@@ -66,7 +66,7 @@ def files_of(folder: Path) -> dict[str, Path]:
         try:
             files = read_json(folder / _INDEX)["weight_map"]
             return {name: folder / file for name, file in files.items()}
-        except (DamagedFile, LookupError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError) as error:
             raise CouplerError(
                 f"{folder / _INDEX} is damaged: {error!r}.\n  try:  saving the model again"
             ) from None

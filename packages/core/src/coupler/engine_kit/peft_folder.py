@@ -61,8 +61,9 @@ class PeftFolder:
             self.scale = float(config["lora_alpha"]) / root
             self.tensors: dict[str, Tensor] = load_file(folder / TENSORS)
         except (DamagedFile, OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            why = str(error).rstrip(".") if isinstance(error, DamagedFile) else repr(error)
             raise CouplerError(
-                f"engine.lora_adapter_path={folder} holds no adapter of PEFT: {error!r}.\n"
+                f"engine.lora_adapter_path={folder} holds no adapter of PEFT: {why}.\n"
                 f"  it needs:  {CONFIG} and {TENSORS}"
             ) from None
 
