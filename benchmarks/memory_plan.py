@@ -6,20 +6,21 @@ r"""The memory that ``coupler plan --memory`` foresees, next to what is then mea
     python benchmarks/memory_plan.py 7b --gpus 2 --engine megatron \
         engine.tensor_parallel=2
     python benchmarks/memory_plan.py 1.5b --rollout hf rollout.kv_cache_gib=8
+    python benchmarks/memory_plan.py 1.5b --rollout sglang rollout.kv_cache_gib=8
     python benchmarks/memory_plan.py tiny --tokens 512 --length 128       # the CPU
 
 Random weights. "held" is what stays between calls, and each phase is what it takes on
 top, on the rank that takes most: on a GPU by torch.cuda.max_memory_allocated, on the
 CPU by the profiler's record of allocations (without "held"). Engines in other
-processes, as vLLM's, say themselves what they hold. The last lines are ``RESULT``, with
-the planned and the measured GiB of a phase and their ratio. The aim is 0.85 to 1.15.
+processes, as vLLM's, say themselves what they hold, also while they sleep. The last
+lines are ``RESULT``, with the planned and the measured GiB of a phase and their ratio.
+The aim is 0.85 to 1.15.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import socket
 import tempfile
 from collections.abc import Callable
@@ -34,8 +35,9 @@ from shapes import SHAPES, write_shape
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coupler.batch import Batch
+from coupler.engine_kit.json_files import read_json
 from coupler.engine_kit.memory_plan import GIB, Asked, Needs, Phase, total
-from coupler.interfaces import EVERYTHING, Model, Output, Rank, Request, StepInfo
+from coupler.interfaces import EVERYTHING, Memory, Model, Output, Rank, Request, StepInfo
 from coupler.plugins.manager import Plugins
 from coupler.testing.memory import peak_bytes
 from coupler.testing.subject import configured, parse_settings
@@ -73,7 +75,7 @@ def batch_of(vocabulary: int, seed: int, lengths: np.ndarray) -> Batch:
 
 
 def asked_of(args: argparse.Namespace, folder: str, path: str, **facts: Any) -> Asked:
-    shape = json.loads((Path(folder) / "config.json").read_text())
+    shape = read_json(Path(folder) / "config.json")
     size = torch.cuda.get_device_properties(0).total_memory if GPU else 0
     known = {"gpu": GPU, "device_bytes": size, "longest": args.length, **facts}
     return Asked(path=path, model=Model(folder), shape=shape, **known)
@@ -134,7 +136,9 @@ def run_rollout(args: argparse.Namespace, folder: str) -> None:
     """Plan and measure one replica that samples."""
     backend = Plugins.load().get("rollout", args.rollout)
     config = configured(backend.config, parse_settings(args.settings).get("rollout", {}))
-    model = AutoModelForCausalLM.from_pretrained(folder, device_map="meta", trust_remote_code=False)
+    with torch.device("meta"):
+        shape = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
     numbers = sum(tensor.numel() for tensor in model.parameters())
     count = args.micro_batches * args.tokens // args.length
     needs = config.memory_needs(
@@ -162,7 +166,12 @@ def run_rollout(args: argparse.Namespace, folder: str) -> None:
         async def sample() -> None:
             await asyncio.gather(*map(rollout.generate, requests))
 
-        if not apart:
+        if apart:
+            runner.run(sample())
+            found[Phase.SAMPLING] = runner.run(rollout.device_bytes()) - apart
+            runner.run(rollout.sleep(frozenset(Memory)))
+            found["asleep"] = runner.run(rollout.device_bytes())
+        else:
             found[Phase.SAMPLING] = peak_bytes(lambda: runner.run(sample()))
         report(args, args.rollout, needs, found)
         rollout.close()
@@ -175,6 +184,7 @@ def report(args: argparse.Namespace, name: str, needs: Needs, found: dict[str, i
     print(f"  {' '.join(args.settings)} {args.micro_batches} x {args.tokens} tokens a step")
     planned = {"held": total(term for terms in needs.held.values() for term in terms)}
     planned |= {phase: total(terms) for phase, terms in needs.peaks.items()}
+    planned["asleep"] = total(needs.held.get(None, ()))
 
     for phase, size in found.items():
         both = planned.get(phase, 0), size
