@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +31,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from shapes import SHAPES, write_shape
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coupler.batch import Batch
 from coupler.engine_kit.json_files import read_json
 from coupler.engine_kit.memory_plan import GIB, Asked, Needs, Phase, total
+from coupler.engine_kit.rendezvous import keep_port
 from coupler.interfaces import EVERYTHING, Memory, Model, Output, Rank, Request, StepInfo
 from coupler.plugins.manager import Plugins
 from coupler.testing.memory import peak_bytes
@@ -50,15 +50,19 @@ def surprise(outputs: Any, _: Any) -> Any:
     return -outputs["logprobs"], {}
 
 
+def model_of(folder: str, device: str) -> PreTrainedModel:
+    """A model with random weights, in bf16."""
+    with torch.device(device):
+        shape = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(
+            shape, dtype=torch.bfloat16, trust_remote_code=False
+        )
+
+
 def write_weights(_rank: int, folder: str) -> None:
     """Random weights, in a process whose memory is free again."""
     torch.manual_seed(0)
-    with torch.device("cuda" if GPU else "cpu"):
-        shape = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(
-            shape, dtype=torch.bfloat16, trust_remote_code=False
-        )
-    model.save_pretrained(folder)
+    model_of(folder, "cuda" if GPU else "cpu").save_pretrained(folder)
 
 
 def batch_of(vocabulary: int, seed: int, lengths: np.ndarray) -> Batch:
@@ -136,10 +140,7 @@ def run_rollout(args: argparse.Namespace, folder: str) -> None:
     """Plan and measure one replica that samples."""
     backend = Plugins.load().get("rollout", args.rollout)
     config = configured(backend.config, parse_settings(args.settings).get("rollout", {}))
-    with torch.device("meta"):
-        shape = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
-    numbers = sum(tensor.numel() for tensor in model.parameters())
+    numbers = sum(tensor.numel() for tensor in model_of(folder, "meta").parameters())
     count = args.micro_batches * args.tokens // args.length
     needs = config.memory_needs(
         asked_of(
@@ -211,15 +212,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     args = parser.parse_intermixed_args()
 
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+    port, kept = keep_port("127.0.0.1")
+    with tempfile.TemporaryDirectory() as folder, kept:
         write_shape(Path(folder), args.shape)
         mp.spawn(write_weights, (folder,), nprocs=1)
         if args.rollout:
             run_rollout(args, folder)
             return
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
         mp.spawn(run_engine, (args, folder, f"127.0.0.1:{port}"), nprocs=args.gpus)
 
 
