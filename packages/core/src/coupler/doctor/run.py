@@ -85,10 +85,11 @@ def model_files(folder: Path) -> Iterator[Finding]:
 
     try:
         kind = read_json(folder / "config.json")["model_type"]
-    except (DamagedFile, KeyError) as error:
-        yield problem(
-            "model", f"{folder / 'config.json'} cannot be used: {first_line(error)}", again
-        )
+    except DamagedFile as error:
+        yield problem("model", str(error).rstrip("."), again)
+        return
+    except KeyError:
+        yield problem("model", f"{folder / 'config.json'} has no model_type", again)
         return
     yield ok("model", f"{folder}, of type {kind}")
 
@@ -96,8 +97,11 @@ def model_files(folder: Path) -> Iterator[Finding]:
     try:
         if (folder / INDEX).exists():
             index = read_json(folder / INDEX)["weight_map"]
-    except (DamagedFile, KeyError) as error:
-        yield problem("weights", f"{folder / INDEX} is damaged: {first_line(error)}", again)
+    except DamagedFile as error:
+        yield problem("weights", str(error).rstrip("."), again)
+        return
+    except KeyError:
+        yield problem("weights", f"{folder / INDEX} is damaged: it has no weight_map", again)
         return
 
     held: dict[str, set[str]] = {}

@@ -75,6 +75,7 @@ def _away(plan: MemoryPlan) -> Iterator[str]:
     """Say what leaves devices, and what that costs."""
     if plan.offload is Offload.FALSE:
         yield "nothing leaves its device"
+
     for device in plan.devices:
         every = frozenset[tuple[str, Kind]]().union(*(row.active for row in device.turns))
         for row in _in_order(device.turns) if plan.offload is not Offload.FALSE else ():
@@ -83,6 +84,7 @@ def _away(plan: MemoryPlan) -> Iterator[str]:
             engines = {role for role, kind in row.active if isinstance(kind, Part)}
             who = f" of {', '.join(sorted(engines))}" if shared else ""
             yield f"away in {row.phase}{who}: {', '.join(gone) or 'nothing'}"
+
     if plan.moved_bytes:
         seconds = 2 * plan.moved_bytes / COPIED
         yield (
