@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from coupler.builtin.trackers.jsonl import MAX_BYTES
-from coupler.system.files import DamagedFile, read_bytes
+from coupler.system.files import DamagedFile, json_line, read_bytes
 
 
 def numbers_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -19,12 +18,5 @@ def numbers_of(run_dir: Path) -> list[dict[str, Any]]:
         lines = read_bytes(run_dir / "metrics.jsonl", MAX_BYTES).splitlines()
     except DamagedFile:
         return []
-    found = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            found.append(row)
-    return found
+    found = map(json_line, lines)
+    return [row for row in found if row and type(row.get("step")) is int]

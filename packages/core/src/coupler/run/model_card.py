@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
 from itertools import chain
@@ -15,7 +14,7 @@ from coupler.interfaces import Head
 from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins
 from coupler.run.provenance import installed
-from coupler.system.files import DamagedFile, read_bytes
+from coupler.system.files import DamagedFile, json_line, read_bytes
 from coupler.worker.spec import WorkerSpec
 
 MEASURES = {
@@ -97,11 +96,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         return
 
     for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
+        value = json_line(line)
+        if value is not None:
             yield value
 
 

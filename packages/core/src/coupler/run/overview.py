@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from coupler.errors import CouplerError
 from coupler.run.run_folder import DONE, ENDED, INTERRUPTED, read_starts
 from coupler.run.run_lock import LOG, NAME, Held, held
 from coupler.system.child import shortened
-from coupler.system.files import DamagedFile, reading
+from coupler.system.files import DamagedFile, json_line, reading
 from coupler.system.tree import value_at
 from coupler.system.yaml_file import read_yaml
 
@@ -140,11 +139,8 @@ def _numbers(found: Overview) -> Overview:
 
 def _line(text: bytes) -> dict[str, Any] | None:
     """Return a line with the numbers of a step, or None of a damaged one."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and type(found.get("step")) is int else None
+    found = json_line(text)
+    return found if found and type(found.get("step")) is int else None
 
 
 def _stated(found: Overview) -> Overview:

@@ -152,6 +152,15 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
     return found
 
 
+def json_line(line: bytes | str) -> dict[str, Any] | None:
+    """Return a line of JSON as a mapping, or None where it is damaged."""
+    try:
+        found = json.loads(line if isinstance(line, str) else line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Name ``path`` where its content is not what the block takes it for.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coupler.interfaces import Tracker
-from coupler.system.files import check_writable, read_bytes, set_aside, write_whole
+from coupler.system.files import check_writable, json_line, read_bytes, set_aside, write_whole
 from coupler.system.log import get_logger
 
 MAX_BYTES = 4 << 30
@@ -95,9 +95,5 @@ def _some(noun: str, numbers: list[int]) -> str:
 
 def _step_of(line: bytes) -> int | None:
     """Return the step of a line, or None where it is no line of ours."""
-    try:
-        found = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    step = found.get("step") if isinstance(found, dict) else None
+    step = (json_line(line) or {}).get("step")
     return step if type(step) is int else None

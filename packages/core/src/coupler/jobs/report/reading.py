@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from coupler.errors import CouplerError
 from coupler.run import samples
 from coupler.run.resume import is_started, read_config
 from coupler.run.run_folder import read_starts
-from coupler.system.files import DamagedFile, read_bytes
+from coupler.system.files import DamagedFile, json_line, read_bytes
 from coupler.system.tree import flatten
 from coupler.system.words import count
 from coupler.system.yaml_file import parse_yaml
@@ -121,11 +120,8 @@ def _read_steps(path: Path) -> tuple[dict[int, dict[str, float | None]], list[st
 
 def _numbers(line: bytes) -> tuple[int, dict[str, float | None]] | None:
     """Return step and numbers of a line, or None where it is damaged."""
-    try:
-        values = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    step = values.pop("step", None) if isinstance(values, dict) else None
+    values = json_line(line) or {}
+    step = values.pop("step", None)
     if type(step) is not int or not 0 <= step < MAX_STEP:
         return None
     return step, {name: _finite(value) for name, value in values.items()}
