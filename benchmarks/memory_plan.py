@@ -11,9 +11,9 @@ r"""The memory that ``coupler plan --memory`` foresees, next to what is then mea
 
 Random weights. "held" is what stays between calls, and each phase is what it takes on
 top, on the rank that takes most: on a GPU by torch.cuda.max_memory_allocated, on the
-CPU by the profiler's record of allocations (without "held"). Engines in other
-processes, as vLLM's, say themselves what they hold, also while they sleep. The last
-lines are ``RESULT``, with the planned and the measured GiB of a phase and their ratio.
+CPU by the profiler's record of allocations (without "held"). Of engines in other
+processes, as vLLM's, the driver says what is in use on the device, also while they
+sleep, so that nothing else may run there. The last lines are ``RESULT``, with the planned and the measured GiB of a phase and their ratio.
 The aim is 0.85 to 1.15.
 """
 
@@ -159,23 +159,29 @@ def run_rollout(args: argparse.Namespace, folder: str) -> None:
 
     with asyncio.Runner() as runner:
         rollout = backend.load()(config.for_run(args.length), Model(folder))
-        before = torch.cuda.memory_allocated() if GPU else 0
+        before, used = (torch.cuda.memory_allocated(), in_use()) if GPU else (0, 0)
         runner.run(rollout.setup(Rank(seed=1)))
         apart = runner.run(rollout.device_bytes())
-        found = {"held": apart or torch.cuda.memory_allocated() - before} if GPU else {}
+        held = in_use() - used if apart else torch.cuda.memory_allocated() - before
+        found = {"held": held} if GPU else {}
 
         async def sample() -> None:
             await asyncio.gather(*map(rollout.generate, requests))
 
         if apart:
             runner.run(sample())
-            found[Phase.SAMPLING] = runner.run(rollout.device_bytes()) - apart
+            found[Phase.SAMPLING] = in_use() - used - held
             runner.run(rollout.sleep(frozenset(Memory)))
-            found["asleep"] = runner.run(rollout.device_bytes())
+            found["asleep"] = in_use() - used
         else:
             found[Phase.SAMPLING] = peak_bytes(lambda: runner.run(sample()))
         report(args, args.rollout, needs, found)
         rollout.close()
+
+
+def in_use() -> int:
+    """Return the bytes of the first GPU that any process holds, its CUDA too."""
+    return torch.cuda.device_memory_used(0)
 
 
 def report(args: argparse.Namespace, name: str, needs: Needs, found: dict[str, int]) -> None:

@@ -13,15 +13,15 @@ CHUNK = 16384
 """Tokens on larger devices, and of prompts that are computed in one piece."""
 GRAPHS = 100
 """About as many CUDA graphs as SGLang captures, of prompts and of single tokens."""
-GRAPH = 8 << 20
-"""Bytes that SGLang counts for each, besides its tensors."""
+GRAPH = 3 << 20
+"""Bytes of each besides its tensors. They were measured (docs/measurements.md)."""
 
 
 def needs(config: SGLangConfig, asked: Asked) -> Needs:
     """Say what one device of a replica holds.
 
-    SGLang takes weights and cache when it starts. Its graphs keep the tensors of a pass
-    while it sleeps. A user's own server is elsewhere.
+    SGLang takes weights and cache when it starts. Its graphs compute a chunk of a prompt,
+    too, and keep its tensors while it sleeps. A user's own server is elsewhere.
     """
     if config.server:
         return Needs()
@@ -30,8 +30,11 @@ def needs(config: SGLangConfig, asked: Asked) -> Needs:
     unknown, activations, graphs = list[str](), 0, 0
     if asked.gpu:
         tokens = _chunk(asked.device_bytes) if config.chunked_prefill else CHUNK
-        activations = activation_bytes(asked, tokens, config.max_sequences, config.tensor_parallel)
-        graphs = 0 if config.enforce_eager else activations + GRAPHS * GRAPH
+        captured = tokens if config.chunked_prefill and not config.enforce_eager else 0
+        batch = config.max_sequences, config.tensor_parallel
+        activations = activation_bytes(asked, tokens - captured, *batch)
+        if not config.enforce_eager:
+            graphs = activation_bytes(asked, captured, *batch) + GRAPHS * GRAPH
 
     if not asked.gpu:
         cache = cache or int(CPU_CACHE_GIB * GIB)
