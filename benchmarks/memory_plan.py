@@ -13,8 +13,8 @@ Random weights. "held" is what stays between calls, and each phase is what it ta
 top, on the rank that takes most: on a GPU by torch.cuda.max_memory_allocated, on the
 CPU by the profiler's record of allocations (without "held"). Of engines in other
 processes, as vLLM's, the driver says what is in use on the device, also while they
-sleep, so that nothing else may run there. The last lines are ``RESULT``, with the planned and the measured GiB of a phase and their ratio.
-The aim is 0.85 to 1.15.
+sleep, so that nothing else may run there. The last lines are ``RESULT``, with the
+planned and the measured GiB of a phase and their ratio. The aim is 0.85 to 1.15.
 """
 
 from __future__ import annotations

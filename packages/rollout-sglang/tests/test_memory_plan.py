@@ -49,6 +49,15 @@ def test_graphs_keep_the_tensors_of_a_chunk_while_sglang_sleeps(chunked: bool) -
     assert (passing < whole) == chunked
 
 
+def test_a_plan_is_near_what_was_measured() -> None:
+    """GiB of an H200 that SGLang 0.5.17 had in use at 1.5B (docs/measurements.md)."""
+    asked = replace(ASKED, parameters=1_543_714_304, device_bytes=140 * GIB)
+    needs = SGLangConfig(kv_cache_gib=8.0).memory_needs(asked)
+    held = sum(map(total, needs.held.values()))
+    assert held + total(needs.peaks[Phase.SAMPLING]) == pytest.approx(13.1 * GIB, rel=0.05)
+    assert total(needs.held[None]) == pytest.approx(2.02 * GIB, rel=0.05)
+
+
 def test_on_the_cpu_there_are_no_graphs() -> None:
     needs = SGLangConfig().memory_needs(replace(ASKED, gpu=False))
     assert not needs.peaks and not needs.unknown and total(needs.held[None]) == 0

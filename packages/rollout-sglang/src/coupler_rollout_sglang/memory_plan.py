@@ -20,8 +20,8 @@ GRAPH = 3 << 20
 def needs(config: SGLangConfig, asked: Asked) -> Needs:
     """Say what one device of a replica holds.
 
-    SGLang takes weights and cache when it starts. Its graphs compute a chunk of a prompt,
-    too, and keep its tensors while it sleeps. A user's own server is elsewhere.
+    SGLang takes weights and cache when it starts. Its graphs compute chunks of prompts
+    too, and keep their tensors while it sleeps. A user's own server is elsewhere.
     """
     if config.server:
         return Needs()
