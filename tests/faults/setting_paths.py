@@ -25,7 +25,6 @@ CODE = {
     "none.py": "score = None\n",
     "listed.py": "score = [1]\n",
     "mapped.py": "score = {}\n",
-    "async.py": "async def score(completion):\n    return 1\n",
     "nothing.py": "def score():\n    return 1\n",
     "misses.py": "def score(text):\n    return 1\n",
     "needs.py": "def score(completion, label):\n    return 1\n",
