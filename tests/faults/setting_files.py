@@ -42,7 +42,7 @@ WHOLE = (
     "<xml>steps</xml>\n", "[run]\nsteps = 5\n", "#!/bin/sh\nexit 1\n", "steps: *x\n", "&x steps\n", "- - - a\n",
     "data:\n  args: 5\n", "trackers: console\n", "trackers: {a: b}\n",
     "trackers: [console, [jsonl]]\n", "trackers: [console, null]\n", "profile: {steps: [1, x]}\n",
-    "unknown:\n  deep:\n    deeper: 1\n", "hydra:\n  run: x\n", "defaults:\n  - engine: fsdp\n", "_self_: 1\n",
+    "unknown:\n  deep:\n    deeper: 1\n", "hydra:\n  run: x\n", "defaults:\n  - nothing\n", "defaults: fsdp\n", "_self_: 1\n",
     "steps: 5\nseed:\n  - 1\n", "critic: 5\n", "critic: {engine: [x]}\n", "critic: {engin: x}\n", "eval: {data: 5}\n",
     "eval: {data: {answer_key: {}}}\n", "model: toy\n", "model: [toy]\n", "run_dir: yes\n", "data: {answer_key: no}\n",
     "data: {prompt_key: on}\n", "reward: score.py\n", "steps: '5 steps'\n", "steps: 5 # ok\nseed: [\n",

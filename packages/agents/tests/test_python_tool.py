@@ -56,14 +56,14 @@ def test_calls_of_one_turn_share_an_interpreter(codec: Codec) -> None:
 
 @here
 @pytest.mark.parametrize(
-    ("program", "told", "counted"),
+    ("program", "seconds", "told", "counted"),
     [
-        ("print('half'); import os; os._exit(1)", "exited with code 1", "tool_errors"),
-        ("print('half')\nwhile True: pass", "took longer than 1 seconds", "tool_timeouts"),
+        ("print('half'); import os; os._exit(1)", 30.0, "exited with code 1", "tool_errors"),
+        ("print('half')\nwhile True: pass", 3.0, "took longer than 3 seconds", "tool_timeouts"),
     ],
 )
 def test_the_policy_is_told_that_state_was_lost(
-    codec: Codec, program: str, told: str, counted: str
+    codec: Codec, program: str, seconds: float, told: str, counted: str
 ) -> None:
     """The episode goes on with a fresh interpreter, which has the files of the row."""
     says = python("x = 1", program, "'x' in globals(), open('a').read()")
@@ -73,7 +73,7 @@ def test_the_policy_is_told_that_state_was_lost(
         task({"a": "again"}),
         builtin=["python"],
         calls=CallFormat.TEXT,
-        call_timeout_s=1.0,
+        call_timeout_s=seconds,
     )
     assert f"Error: the program {told}." in played.shown and "are lost" in played.shown
     assert "half" in played.shown and "(False, 'again')" in played.shown

@@ -60,6 +60,7 @@ def test_a_program_that_is_ended_keeps_what_it_wrote() -> None:
     ran = run_python(
         "import mmap, time\nm = mmap.mmap(-1, 400 << 20)\n"
         "for n in range(0, 400 << 20, 4096): m[n] = 1\ntime.sleep(9)",
+        timeout_s=60.0,
         limits=limits,
     )
     assert "GiB of memory" in ran.ended and not ran.timed_out and ran.code == 137
